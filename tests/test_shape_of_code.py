@@ -116,6 +116,13 @@ def test_one_module_makes_memory_without_a_name():
     assert calls == {"comm.memfd"}
 
 
+def test_frames_have_one_form():
+    names = ("send_frame", "receive_frame", "encode_frame", "decode_frame")
+    homes = {name_of(path) for path in SOURCES for node in functions(TREES[path]) if node.name in names}
+    encoders = {name_of(path) for path in SOURCES if "msgpack.Encoder(" in path.read_text()}
+    assert homes == encoders == {"comm.links.frames"}
+
+
 READER = "trainer.checkpoint_reader"
 """The one module that reads pickles, which DCP writes: through an unpickler that knows every name which it may meet."""
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import LinkBroken, MessageRefused, PeerGone, StorageFull, WrongDigest
+from ..links.frames import receive_frame, send_frame
 from ..links.handshake import authenticate
 from ..links.host import host_id, split_address
 from ..links.tcp import TcpLink
@@ -22,10 +23,11 @@ from ..links.tls import TlsIdentity
 from ..memfd import open_memory
 from ..waits import waiting
 from .arena import ArenaFile, round_up
-from .codec import LINK_NAME, decode_columns, encode_columns, receive_frame, send_frame, wrong_columns
+from .codec import decode_columns, encode_columns, wrong_columns
 from .protocol import (
     ANSWERS,
     HELLOS,
+    LINK_NAME,
     Ack,
     Attach,
     Block,

@@ -1,46 +1,11 @@
-"""Columns to bytes and back, and frames on the link between a storage unit and its clients."""
+"""Columns to bytes and back."""
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
 import numpy as np
 import xxhash
 
-from ..errors import MessageRefused
 from .protocol import Column
-
-if TYPE_CHECKING:
-    from ..links.base import Link
-
-T = TypeVar("T")
-
-LINK_NAME = "rows"
-_LENGTH = struct.Struct("<Q")
-_FRAME_LIMIT = 1 << 30
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-def send_frame(link: "Link", message: msgspec.Struct, deadline_s: float) -> None:
-    """Send a frame."""
-    body = _ENCODER.encode(message)
-    link.send(np.frombuffer(_LENGTH.pack(len(body)) + body, np.uint8), deadline_s)
-
-
-def receive_frame(link: "Link", decoder: msgspec.msgpack.Decoder[T], deadline_s: float) -> T:
-    """The next frame. Raises `LinkBroken`, or `MessageRefused` for bytes that `decoder` does not accept."""
-    head = np.empty(_LENGTH.size, np.uint8)
-    link.receive(head, deadline_s)
-    (num_bytes,) = _LENGTH.unpack(head.data)
-    if num_bytes > _FRAME_LIMIT:
-        raise MessageRefused(f"a frame of {num_bytes} bytes")
-    frame = np.empty(num_bytes, np.uint8)
-    link.receive(frame, deadline_s)
-    try:
-        return decoder.decode(frame.data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageRefused(f"not a frame: {error}") from error
 
 
 def refuse_objects(name: str, column: np.ndarray) -> None:

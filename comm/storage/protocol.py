@@ -1,9 +1,11 @@
-"""The messages between a storage unit and its clients, as msgpack frames on a link."""
+"""The messages between a storage unit and its clients, as frames on a link; the bytes of columns follow them bare."""
 
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+LINK_NAME = "rows"
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -17,16 +17,18 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ..errors import LinkBroken, MessageRefused, StorageFull, WrongDigest
+from ..links.frames import receive_frame, send_frame
 from ..links.handshake import authenticate
 from ..links.host import host_id, listen
 from ..links.tcp import TcpLink
 from ..links.tls import TlsIdentity
 from ..waits import join_thread
 from .arena import Arena, memory_limit
-from .codec import LINK_NAME, receive_frame, send_frame, wrong_columns
+from .codec import wrong_columns
 from .index import Allocation, RowIndex
 from .protocol import (
     ATTACHMENTS,
+    LINK_NAME,
     REQUESTS,
     Ack,
     Answer,

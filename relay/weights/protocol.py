@@ -7,18 +7,18 @@
     Trailer(digest, "" if abandoned)     ->
                                          <- TransferAck(whether the bytes match the digest)
 
-A frame is a header of two int64 (kind, bytes) and its bytes. While it has nothing to send, the sender sends idle frames, so
-silence means that it is dead. A transfer that broke continues at its offset over the next link.
+All are frames (`comm/links/frames.py`). While it has nothing to send, the sender sends idle frames, so silence means that it is
+dead. A transfer that broke continues at its offset over the next link.
 """
 
-from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
 from ...comm.errors import LinkBroken
 from ...comm.links.base import Link
+from ...comm.links.frames import receive_frame, send_data, send_frame, send_idle
 from ...comm.messages.weights import Offer
 from .byte_ranges import ranges_of
 
@@ -30,16 +30,7 @@ SILENCE_S = 5.0
 PIECE_BYTES = 1 << 20
 """Default size of a data frame."""
 MAX_PIECE_BYTES = 32 << 20
-_MAX_STRUCT_BYTES = 4 << 20  # an offer lists the ranges of a part
 _MAX_ATTEMPTS = 3
-
-
-class FrameKind(IntEnum):
-    """The content of a frame."""
-
-    IDLE = 0
-    STRUCT = 1
-    DATA = 2
 
 
 class Accept(msgspec.Struct, frozen=True, tag=True):
@@ -61,9 +52,11 @@ class TransferAck(msgspec.Struct, frozen=True, tag=True):
     is_right: bool
 
 
-Frame = Offer | Accept | Trailer | TransferAck
-F = TypeVar("F", bound=Frame)
-_decoder = msgspec.json.Decoder(Frame)
+OFFERS = msgspec.msgpack.Decoder(Offer)
+OFFERS_OR_NONE = msgspec.msgpack.Decoder(Offer | Trailer)
+TRAILERS = msgspec.msgpack.Decoder(Trailer)
+_ACCEPTS = msgspec.msgpack.Decoder(Accept)
+_ACKS = msgspec.msgpack.Decoder(TransferAck)
 
 
 class VersionSource(Protocol):
@@ -92,19 +85,19 @@ class VersionSource(Protocol):
 def send_version(link: Link, source: VersionSource, deadline_s: float, piece_bytes: int = PIECE_BYTES) -> bool:
     """Offer a version and send what the receiver lacks; False if the version was abandoned on the way.
 
-    Raises `LinkBroken`; `deadline_s` bounds each piece.
+    Raises `LinkBroken` or `MessageRefused`; `deadline_s` bounds each piece.
     """
     for attempt in range(_MAX_ATTEMPTS):
         difference = source.difference if attempt == 0 else None
         delta = None if difference is None else difference.delta
         send_frame(link, msgspec.structs.replace(source.offer, delta=delta), deadline_s)
-        answer = receive_frame(link, Accept, deadline_s)
+        answer = receive_frame(link, _ACCEPTS, deadline_s)
         if answer.offset < 0:
             return True
         if difference is not None and answer.takes_delta:
             changes = difference.changes
             for start in range(0, changes.nbytes, PIECE_BYTES):
-                _send_data(link, changes[start : start + PIECE_BYTES], deadline_s)
+                send_data(link, changes[start : start + PIECE_BYTES], deadline_s)
         elif not _send_bytes(link, source, answer.offset, deadline_s, piece_bytes):
             return False
         while (digest := source.digest(IDLE_S)) is None and source.is_valid():
@@ -113,7 +106,7 @@ def send_version(link: Link, source: VersionSource, deadline_s: float, piece_byt
         send_frame(link, Trailer(digest or ""), deadline_s)
         if not digest:
             return False
-        if receive_frame(link, TransferAck, deadline_s).is_right:
+        if receive_frame(link, _ACKS, deadline_s).is_right:
             return True
     raise LinkBroken(f"version {source.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
 
@@ -126,60 +119,5 @@ def _send_bytes(link: Link, source: VersionSource, at: int, deadline_s: float, p
         if not source.is_valid():
             send_frame(link, Trailer(""), deadline_s)
             return False
-        _send_data(link, source.bytes_at(offset, start, end), deadline_s)
+        send_data(link, source.bytes_at(offset, start, end), deadline_s)
     return True
-
-
-def _send_data(link: Link, piece: np.ndarray, deadline_s: float) -> None:
-    _send_header(link, FrameKind.DATA, piece.nbytes, deadline_s)
-    link.send(piece, deadline_s)
-
-
-def send_idle(link: Link, deadline_s: float) -> None:
-    """Show the other end that this one is alive."""
-    _send_header(link, FrameKind.IDLE, 0, deadline_s)
-
-
-def send_frame(link: Link, frame: Frame, deadline_s: float) -> None:
-    """Send one struct."""
-    body = np.frombuffer(msgspec.json.encode(frame), dtype=np.uint8)
-    _send_header(link, FrameKind.STRUCT, body.nbytes, deadline_s)
-    link.send(body, deadline_s)
-
-
-def receive_header(link: Link, deadline_s: float) -> tuple[FrameKind, int]:
-    """The kind of the next frame and the number of its bytes. Raises `LinkBroken`."""
-    header = np.empty(16, np.uint8)
-    link.receive(header, deadline_s)
-    kind, num_bytes = header.view(np.int64).tolist()
-    most = MAX_PIECE_BYTES if kind == FrameKind.DATA else _MAX_STRUCT_BYTES
-    if kind not in tuple(FrameKind) or not 0 <= num_bytes <= most:
-        raise LinkBroken(f"malformed frame header: kind {kind}, {num_bytes} bytes")
-    return FrameKind(kind), num_bytes
-
-
-def receive_frame(link: Link, expected: type[F], deadline_s: float) -> F:
-    """The next struct, idle frames skipped. Raises `LinkBroken` for anything else."""
-    kind, num_bytes = receive_header(link, deadline_s)
-    while kind is FrameKind.IDLE:
-        kind, num_bytes = receive_header(link, deadline_s)
-    if kind is not FrameKind.STRUCT:
-        raise LinkBroken(f"data arrived in place of {expected.__name__}")
-    return receive_struct(link, num_bytes, expected, deadline_s)
-
-
-def receive_struct(link: Link, num_bytes: int, expected: type[F] | tuple[type[F], ...], deadline_s: float) -> F:
-    """The struct of `num_bytes` bytes that a header announced. Raises `LinkBroken` unless it is one of `expected`."""
-    body = np.empty(num_bytes, np.uint8)
-    link.receive(body, deadline_s)
-    try:
-        frame = _decoder.decode(body.data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LinkBroken(f"malformed frame: {error}") from error
-    if not isinstance(frame, expected):
-        raise LinkBroken(f"unexpected frame: {type(frame).__name__}")
-    return frame
-
-
-def _send_header(link: Link, kind: FrameKind, num_bytes: int, deadline_s: float) -> None:
-    link.send(np.array([kind, num_bytes], dtype=np.int64).view(np.uint8), deadline_s)

@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from ...comm.errors import LinkBroken, PeerGone, WaitTimeout
+from ...comm.errors import LinkBroken, MessageRefused, PeerGone, WaitTimeout
 from ...comm.fleet import Fleet, Member
+from ...comm.links.frames import send_idle
 from ...comm.mailbox import Mailbox
 from ...comm.messages.weights import SlotReserved
 from ...comm.recipe import CommSettings
@@ -23,7 +24,7 @@ from ...comm.waits import join_thread
 from .chain import chain_order
 from .layout import Layout
 from .pinned import host_buffer
-from .protocol import IDLE_S, SILENCE_S, send_idle
+from .protocol import IDLE_S, SILENCE_S
 from .push import LinkPush, PendingVersion, SharedMemoryPush, SlotUse, open_push
 from .shards import WeightShard
 from .slots import Receipt
@@ -253,7 +254,7 @@ class _Sender:
                 self._transport_to(relay).push(version)
                 self._head = (relay.name, relay.incarnation)
                 break
-            except (LinkBroken, PeerGone, WaitTimeout) as error:
+            except (LinkBroken, MessageRefused, PeerGone, WaitTimeout) as error:
                 _log.warning("version %d did not reach %s: %s", version.offer.version, relay.name, str(error))
                 tried.add((relay.name, relay.incarnation))
                 self._suspect(relay)
@@ -279,7 +280,7 @@ class _Sender:
                 send_idle(transport.link, SILENCE_S)
             elif self._handover.needs_reservation:
                 self._handover.add_reservation(transport.reserve_slot(self._part, self._handover.incarnation))
-        except (LinkBroken, PeerGone, WaitTimeout) as error:
+        except (LinkBroken, MessageRefused, PeerGone, WaitTimeout) as error:
             _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, str(error))
             self._suspect(relays[0])
 

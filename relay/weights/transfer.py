@@ -15,23 +15,21 @@ import numpy as np
 
 from ...comm.errors import LinkBroken
 from ...comm.links.base import Link
+from ...comm.links.frames import FrameKind, receive_frame, receive_head, send_frame, send_idle
 from ...comm.messages.weights import Delta, Offer
 from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from .byte_ranges import digest, ranges_of
 from .protocol import (
     IDLE_S,
+    OFFERS,
+    OFFERS_OR_NONE,
     SILENCE_S,
+    TRAILERS,
     Accept,
-    FrameKind,
     Trailer,
     TransferAck,
     VersionSource,
-    receive_frame,
-    receive_header,
-    receive_struct,
-    send_frame,
-    send_idle,
     send_version,
 )
 from .slots import VersionSlots
@@ -58,10 +56,10 @@ def receive_versions(
     Consumes offers and their bytes; waits for the link alone; woken by frames, idle ones included.
     """
     while not is_closing():
-        kind, num_bytes = receive_header(link, SILENCE_S)
-        if kind is FrameKind.IDLE:
+        head = receive_head(link, SILENCE_S)
+        if head.kind is FrameKind.IDLE:
             continue
-        offer = receive_struct(link, num_bytes, Offer, SILENCE_S)
+        offer = receive_frame(link, OFFERS, SILENCE_S, head)
         opened = version_store.begin_receive(offer, upstream)
         if opened is None:
             send_frame(link, Accept(-1), SILENCE_S)
@@ -95,7 +93,7 @@ def _receive_part(
     """Fill a part from `at` on; True once it is right, False if it was abandoned or must come again."""
     ranges = ranges_of(offer)
     while True:
-        kind, num_bytes = receive_header(link, SILENCE_S)
+        kind, num_bytes = head = receive_head(link, SILENCE_S)
         if kind is FrameKind.DATA:
             start, end = ranges.locate(at)
             if start + num_bytes > end:
@@ -106,8 +104,8 @@ def _receive_part(
             if not version_store.advance(incoming, offer.part, upstream, at):
                 raise LinkBroken(f"version {offer.version} is no longer taken from {upstream}")
             failpoint("receive", version=offer.version, num_bytes=at)
-        elif kind is FrameKind.STRUCT:
-            trailer = receive_struct(link, num_bytes, Trailer, SILENCE_S)
+        elif kind is FrameKind.MESSAGE:
+            trailer = receive_frame(link, TRAILERS, SILENCE_S, head)
             if not trailer.digest:
                 version_store.abandon(incoming, offer.part, upstream)
                 return False
@@ -119,17 +117,16 @@ def _receive_part(
 def receive_version(link: Link, into: np.ndarray) -> str | None:
     """Receive one version into a buffer, uint8 [num_bytes]: its digest, or None if the other end does not hold it.
 
-    Raises `LinkBroken`.
+    Raises `LinkBroken` or `MessageRefused`.
     """
-    _, num_bytes = receive_header(link, SILENCE_S)
-    offer = receive_struct(link, num_bytes, (Offer, Trailer), SILENCE_S)
+    offer = receive_frame(link, OFFERS_OR_NONE, SILENCE_S)
     if isinstance(offer, Trailer):
         return None
     if offer.num_bytes != into.nbytes:
         raise LinkBroken(f"version {offer.version} has {offer.num_bytes} bytes, not {into.nbytes}")
     send_frame(link, Accept(0), SILENCE_S)
     _fill(link, into, f"version {offer.version}")
-    trailer = receive_frame(link, Trailer, SILENCE_S)
+    trailer = receive_frame(link, TRAILERS, SILENCE_S)
     is_right = digest(into) == trailer.digest
     send_frame(link, TransferAck(is_right), SILENCE_S)
     if not is_right:
@@ -140,8 +137,8 @@ def receive_version(link: Link, into: np.ndarray) -> str | None:
 def _fill(link: Link, into: np.ndarray, what: str) -> None:
     at = 0
     while at < into.nbytes:
-        kind, num_bytes = receive_header(link, SILENCE_S)
-        if kind is FrameKind.STRUCT or at + num_bytes > into.nbytes:
+        kind, num_bytes = receive_head(link, SILENCE_S)
+        if kind is FrameKind.MESSAGE or at + num_bytes > into.nbytes:
             raise LinkBroken(f"{what} ended after {at} of {into.nbytes} bytes")
         link.receive(into[at : at + num_bytes], SILENCE_S)
         at += num_bytes

@@ -1,8 +1,8 @@
-"""Trajectories as bytes, between two rollouts: a head in msgpack, then keys and values as in memory.
+"""Trajectories as bytes, between two rollouts: a frame with all but the caches, then keys and values as in memory.
 
-The head follows its length, 8 bytes, and is padded to a multiple of 8. Floating-point numbers keep every bit. Nothing in it is
-executed; a malformed payload is refused. A lease is JSON within the head, as it came from the hub: a user's columns may have what
-msgpack lacks, such as integers of more than 64 bits.
+The frame is padded to a multiple of 8 bytes. Floating-point numbers keep every bit. Nothing in it is executed; a malformed payload
+is refused. A lease is JSON within the frame, as it came from the hub: a user's columns may have what msgpack lacks, such as integers
+of more than 64 bits.
 """
 
 import math
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ...comm.errors import MessageRefused
+from ...comm.links.frames import decode_frame, encode_frame
 from ..engine.sequence import SequenceState
 from ..leases import LeasedRow
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LENGTH_BYTES = 8
+_ALIGNMENT = 8
 
 
 class MovedRow(NamedTuple):
@@ -37,14 +38,13 @@ class _PayloadItem(msgspec.Struct, frozen=True):
     """Without the cache."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Shape of the cache, whose bytes follow the head in the order of the items; empty without a cache."""
+    """Shape of the cache, whose bytes follow the frame in the order of the items; empty without a cache."""
 
 
 def _refuse(kind: type, _: Any) -> None:
-    raise NotImplementedError(f"unexpected {kind.__name__} in a head")
+    raise ValueError(f"unexpected {kind.__name__}")
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[_PayloadItem], dec_hook=_refuse)
 _leases = msgspec.json.Decoder(LeasedRow)
 
@@ -54,22 +54,20 @@ def encode_rows(rows: Sequence[MovedRow]) -> list[np.ndarray]:
     caches = [t.state.cache for t in rows if t.state.cache is not None]
     leases = [msgspec.json.encode(t.held) for t in rows]
     states = [(replace(t.state, cache=None), *_form(t.state.cache)) for t in rows]
-    head = _encoder.encode([_PayloadItem(lease, *state) for lease, state in zip(leases, states, strict=True)])
-    padding = bytes(-(_LENGTH_BYTES + len(head)) % _LENGTH_BYTES)
-    pieces = [np.frombuffer(len(head).to_bytes(_LENGTH_BYTES, "little") + head + padding, dtype=np.uint8)]
-    return pieces + [c.contiguous().flatten().view(torch.uint8).numpy() for c in caches]
+    frame = encode_frame([_PayloadItem(lease, *state) for lease, state in zip(leases, states, strict=True)])
+    return [np.pad(frame, (0, -frame.nbytes % _ALIGNMENT))] + [
+        c.contiguous().flatten().view(torch.uint8).numpy() for c in caches
+    ]
 
 
 def decode_rows(payload: np.ndarray) -> list[MovedRow]:
     """The trajectories in a payload, uint8 [num_bytes]; their caches are views of it. Raises `MessageRefused`."""
-    length = int.from_bytes(payload[:_LENGTH_BYTES].tobytes(), "little")
-    at = _LENGTH_BYTES + length
+    items, at = decode_frame(payload, _decoder)
     try:
-        items = _decoder.decode(payload[_LENGTH_BYTES:at].tobytes())
         leases = [_leases.decode(item.held) for item in items]
-    except (msgspec.DecodeError, UnicodeDecodeError, NotImplementedError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MessageRefused(f"malformed payload: {error}") from error
-    return list(_moved_rows(zip(leases, items, strict=True), payload, at + -at % _LENGTH_BYTES))
+    return list(_moved_rows(zip(leases, items, strict=True), payload, at + -at % _ALIGNMENT))
 
 
 def _moved_rows(items: Iterable[tuple[LeasedRow, _PayloadItem]], payload: np.ndarray, at: int) -> Iterator[MovedRow]:

@@ -10,11 +10,11 @@ import numpy as np
 
 from headrace.comm import messages
 from headrace.comm.errors import LinkBroken, MessageRefused, SettingError
+from headrace.comm.links.frames import receive_frame, send_frame
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.messages.weights import Offer
 from headrace.comm.recipe import Recipe, RunSettings
 from headrace.comm.signing import MessageSigner, sign_entry, verify_entry
-from headrace.comm.storage import codec
 from headrace.comm.storage import protocol as storage
 from headrace.launch.config.load import read_recipe, recipe_yaml
 from headrace.launch.resume import choose_point
@@ -117,27 +117,23 @@ def _moved_rows() -> bytes:
 
 
 def _of_links() -> list[Reader]:
-    def unit(name: str, sent: Sequence[msgspec.Struct], decoder: Any) -> Reader:
-        """A reader of frames that a storage unit or its client gets."""
-        seeds = [_sent(codec.send_frame, message) for message in sent]
+    def frames(name: str, sent: Sequence[object], decoder: Any) -> Reader:
         errors = (MessageRefused, LinkBroken)
-        return Reader(name, seeds, lambda data: codec.receive_frame(BytesLink(data), decoder, 1.0), errors)
+        return Reader(name, [*map(_sent, sent)], lambda data: receive_frame(BytesLink(data), decoder, 1.0), errors)
 
-    frames = [_sent(weights.send_frame, frame) for frame in (_OFFER, weights.Accept(64), weights.Trailer("ab"))]
     return [
-        unit("unit-requests", _REQUESTS, storage.REQUESTS),
-        unit("unit-answers", _ANSWERS, storage.ANSWERS),
-        unit("unit-hellos", [storage.Hello("host", "/proc/1/fd/3#ab")], storage.HELLOS),
-        unit("unit-attachments", [storage.Attach("rollout-0", 2)], storage.ATTACHMENTS),
-        Reader(
-            "version-frames", frames, lambda data: weights.receive_frame(BytesLink(data), Offer, 1.0), (LinkBroken,)
-        ),
+        frames("unit-requests", _REQUESTS, storage.REQUESTS),
+        frames("unit-answers", _ANSWERS, storage.ANSWERS),
+        frames("unit-hellos", [storage.Hello("host", "/proc/1/fd/3#ab")], storage.HELLOS),
+        frames("unit-attachments", [storage.Attach("rollout-0", 2)], storage.ATTACHMENTS),
+        frames("version-offers", [_OFFER, weights.Trailer("ab")], weights.OFFERS_OR_NONE),
+        frames("version-trailers", [weights.Trailer("ab")], weights.TRAILERS),
     ]
 
 
-def _sent(send: Callable[[Any, Any, float], None], frame: object) -> bytes:
+def _sent(message: object) -> bytes:
     link = BytesLink()
-    send(link, frame, 1.0)
+    send_frame(link, message, 1.0)
     return bytes(link.data)
 
 

@@ -8,12 +8,12 @@ import pytest
 from support.in_memory import MemoryFleet
 from support.system import PATIENCE_S, System
 
+from headrace.comm.links.frames import send_frame
 from headrace.comm.links.handshake import authenticate
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.messages import DropRows, HeldRows, LeaseGrant, LeaseRequest, Stop
 from headrace.comm.recipe import Recipe
-from headrace.comm.storage.codec import LINK_NAME, send_frame
-from headrace.comm.storage.protocol import Attach
+from headrace.comm.storage.protocol import LINK_NAME, Attach
 from headrace.relay.journal.events import Leased, Published, Received, Returned, RowReady, TaskHanded
 from headrace.relay.journal.journal import account_dict, replay
 from headrace.relay.queue import task_loop

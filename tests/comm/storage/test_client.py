@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from support.in_memory_storage import MemoryRows
 
 from headrace.comm.errors import PeerGone, StorageFull, WrongDigest
+from headrace.comm.links.frames import receive_frame, send_frame
 from headrace.comm.links.handshake import authenticate
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.storage.client import StorageClient
-from headrace.comm.storage.codec import LINK_NAME, receive_frame, send_frame
-from headrace.comm.storage.protocol import HELLOS, Ack, Attach, Commit, Locate, Located, Reserve, Reserved
+from headrace.comm.storage.protocol import HELLOS, LINK_NAME, Ack, Attach, Commit, Locate, Located, Reserve, Reserved
 from headrace.comm.storage.server import StorageServer
 from headrace.comm.waits import waiting
 

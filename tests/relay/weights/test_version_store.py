@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.in_memory import MemoryLink
 
 from headrace.comm.errors import LinkBroken
+from headrace.comm.links.frames import send_data, send_frame
 from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
 from headrace.relay.weights.incoming import IncomingState, watermark
-from headrace.relay.weights.protocol import FrameKind, send_frame
 from headrace.relay.weights.slots import VersionSlots
 from headrace.relay.weights.transfer import receive_versions
 from headrace.relay.weights.version_store import VersionStore
@@ -306,8 +306,7 @@ class LateLink(MemoryLink):
 def test_a_late_piece_of_an_older_version_leaves_the_newer_one_as_it_is(version_store):
     sender, receiver = MemoryLink.pair()
     send_frame(sender, Offer(1, NUM_BYTES, 5), 1.0)
-    sender.send(np.array([FrameKind.DATA, NUM_BYTES]).view(np.uint8), 1.0)
-    sender.send(content(1), 1.0)
+    send_data(sender, content(1), 1.0)
     with pytest.raises(LinkBroken, match="version 1 is no longer taken"):
         receive_versions(LateLink(receiver, version_store), version_store, "relay-0", lambda: False, lambda _: None)
     assert version_store.slots.newest() == 2
