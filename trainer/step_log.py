@@ -4,25 +4,40 @@ A batch is saved with its micro-batches, which decide the packing, and with the 
 in the same order. With several actor ranks each saves its own rows, rank 1 in `rows/step_N.1.safetensors`.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
-import numpy as np
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from ..comm.disk import make_folders, raise_if_unwritable, when_writable
-from ..comm.errors import MessageRefused, SettingError
-from ..comm.messages import TrainBatch, decode, encode
-from ..relay.checkpoints import CheckpointFolder, share_by_umask
+from ..comm.disk import make_folders, when_writable
+from ..comm.errors import SettingError
+from ..comm.messages import RowBatch, TrainBatch
+from ..relay.checkpoints import CheckpointFolder
 from ..relay.queue.batch import Batch
+from ..relay.queue.row_file import RowFile, write_rows
 
 ROWS = "rows"
 """Folder of these files in the run folder."""
-_NUM_RANKS, _RUN_ID, _NUM_THREADS = "ranks", "run", "threads"
+
+
+class SavedBatch(msgspec.Struct, frozen=True):
+    """A batch without its columns; micro-batches are lists of keys."""
+
+    row_batch: TrainBatch | RowBatch
+    micro_batches: list[list[str]]
+    num_forward: int
+
+
+class SavedStep(msgspec.Struct, frozen=True):
+    """The list of a file: the step's batches, and by how many actor ranks, in which fleet and with how many threads they were trained."""
+
+    num_ranks: int
+    run_id: str
+    num_threads: Annotated[int, msgspec.Meta(ge=1)]
+    batches: list[SavedBatch]
 
 
 class StepLog:
@@ -56,15 +71,18 @@ class StepLog:
     def write(self, step: int) -> None:
         """Write the step's file atomically, and start the next step. Files that are not needed any more are removed."""
         path = _path(self._run_dir, step, self._rank)
-        columns: dict[str, np.ndarray] = {}
-        metadata = {_NUM_RANKS: str(self._num_ranks), _RUN_ID: self._run_id, _NUM_THREADS: str(torch.get_num_threads())}
-        for number, batch in enumerate(self._batches):
-            metadata[f"{number}"] = encode(batch.row_batch).decode()
-            metadata[f"{number}.rows"] = json.dumps([[row.key for row in part] for part in batch.micro_batches])
-            metadata[f"{number}.forward"] = str(batch.num_forward)
-            for row in batch.rows:
-                columns |= {f"{row.key}/{name}": column for name, column in batch.columns[row.key].items()}
-        when_writable(path, lambda: _save(columns, path, metadata), self._deadline_s)
+        rows = {row.key: batch.columns[row.key] for batch in self._batches for row in batch.rows}
+        saved = [
+            SavedBatch(batch.row_batch, [[row.key for row in part] for part in batch.micro_batches], batch.num_forward)
+            for batch in self._batches
+        ]
+        listed = SavedStep(self._num_ranks, self._run_id, torch.get_num_threads(), saved)
+
+        def save() -> None:
+            make_folders(self._run_dir, ROWS)
+            write_rows(path, rows, listed)
+
+        when_writable(path, save, self._deadline_s)
         self._batches = []
         if self._num_checkpoints:
             self._prune(CheckpointFolder(self._run_dir))
@@ -86,39 +104,17 @@ class StepLog:
                 path.unlink(missing_ok=True)
 
 
-def _save(columns: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
-    make_folders(path.parent.parent, ROWS)
-    new = path.with_suffix(".new")
-    try:
-        save_file(columns, new, metadata)
-        share_by_umask(new)
-    except SafetensorError:
-        try:
-            raise_if_unwritable(path.parent)
-        finally:
-            new.unlink(missing_ok=True)
-        raise
-    new.replace(path)
-
-
 class StepReplay:
-    """One rank's file of a step, for a replay. Raises `SettingError` if it is missing."""
+    """One rank's file of a step, for a replay. Raises `SettingError` if it is missing or damaged."""
 
     def __init__(self, run_dir: Path, step: int, rank: int = 0) -> None:
-        self._path = _path(run_dir, step, rank)
-        if not self._path.exists():
-            raise SettingError(f"run.dir: {self._path} is missing; a replay needs a run with run.save_rows=all")
-        with self._named_errors(), safe_open(self._path, framework="numpy") as file:
-            self._metadata: dict[str, str] = file.metadata() or {}
-        if _NUM_RANKS not in self._metadata:
-            raise SettingError(f"run.dir: {self._path} was written by an older version, without micro-batches")
-        with self._named_errors():
-            self.num_ranks = int(self._metadata[_NUM_RANKS])
-            """The number of actor ranks that trained the step."""
-        self.run_id = self._metadata.get(_RUN_ID, "")
+        path = _path(run_dir, step, rank)
+        if not path.exists():
+            raise SettingError(f"run.dir: {path} is missing; a replay needs a run with run.save_rows=all")
+        self._file = RowFile(path, SavedStep)
+        self.num_ranks = self._file.listed.num_ranks
+        self.run_id = self._file.listed.run_id
         """That of the fleet that trained the step: a resumed run has another one."""
-        self.num_threads = int(self._metadata.get(_NUM_THREADS, 1))
-        """The threads of the rank that trained the step; it had one before files had this number."""
         self._step = step
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -132,7 +128,7 @@ class StepReplay:
     def same_threads(self) -> Iterator[None]:
         """Compute with as many threads as the rank that trained the step: sums over many elements have one part for each."""
         before = torch.get_num_threads()
-        torch.set_num_threads(self.num_threads)
+        torch.set_num_threads(self._file.listed.num_threads)
         try:
             yield
         finally:
@@ -140,27 +136,12 @@ class StepReplay:
 
     def batches(self) -> Iterator[Batch]:
         """The batches in the order of training. Raises `SettingError` if the file is damaged."""
-        columns: dict[str, dict[str, np.ndarray]] = {}
-        with self._named_errors(), safe_open(self._path, framework="numpy") as file:
-            for tensor in file.keys():  # noqa: SIM118 - not a mapping
-                key, _, name = tensor.partition("/")
-                columns.setdefault(key, {})[name] = file.get_tensor(tensor)
-        for number in range(sum(name.endswith(".rows") for name in self._metadata)):
-            with self._named_errors():
-                row_batch = decode(self._metadata[f"{number}"].encode())
-                if not isinstance(row_batch, TrainBatch):
-                    raise TypeError(f"a {type(row_batch).__name__} is not a batch of rows")
-                rows = {row.key: row for row in row_batch.rows()}
-                micro_batches = [[rows[key] for key in part] for part in json.loads(self._metadata[f"{number}.rows"])]
-                num_forward = int(self._metadata.get(f"{number}.forward", 0))  # absent in files of older versions
-            yield Batch(row_batch, micro_batches, columns, num_forward)
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (SafetensorError, MessageRefused, ValueError, TypeError, KeyError) as error:
-            raise SettingError(f"run.dir: {self._path} is damaged: {error}") from error
+        columns = self._file.read()
+        for saved in self._file.listed.batches:
+            rows = {row.key: row for row in saved.row_batch.rows()}
+            with self._file.named_errors():
+                micro_batches = [[rows[key] for key in part] for part in saved.micro_batches]
+            yield Batch(saved.row_batch, micro_batches, columns, saved.num_forward)
 
 
 def saved_steps(run_dir: Path) -> Iterator[tuple[Path, int]]:

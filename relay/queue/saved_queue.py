@@ -1,6 +1,6 @@
 """The queue on the disk, so that a resumed run generates none of its rows again: `queue/step_N/` for the checkpoint after N steps.
 
-    rows-*.safetensors    the columns of each row as `KEY/COLUMN`; its metadata lists the rows
+    rows-*.safetensors    the rows (`row_file.py`); its list has them and the position in the data
     manifest.json         names this file, with size and digest; written last (`relay/checkpoints.py`)
 
 A relay writes it in the background, from the copies in the storage units. When it is written again, a new file comes beside the old one
@@ -12,7 +12,6 @@ import logging
 import queue
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -20,16 +19,15 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from ...comm import threads
-from ...comm.disk import make_folders, raise_if_unwritable
+from ...comm.disk import make_folders
 from ...comm.errors import StorageFull, WaitTimeout
 from ...comm.messages import Message, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
 from ...comm.waits import join_thread, waiting
-from ..checkpoints import MANIFEST, CheckpointFolder, share_by_umask
+from ..checkpoints import MANIFEST, CheckpointFolder
 from .replicated_rows import ReplicatedRows, RowNotFound
+from .row_file import RowFile, write_rows
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ class QueueKeeper:
 def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> QueueSaved:
     """Write those rows that the units still have; files of checkpoints that are gone are removed."""
     folder = CheckpointFolder(run_dir, "queue")
-    columns: dict[str, np.ndarray] = {}
+    columns: dict[str, dict[str, np.ndarray]] = {}
     saved: list[SavedRow] = []
     for row in order.rows:
         try:
@@ -97,11 +95,11 @@ def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> Queu
             continue  # trained meanwhile
         if found.get("versions", np.empty(0)).max(initial=0) <= order.step:
             saved.append(row)
-            columns |= {f"{row.key}/{name}": column for name, column in found.items()}
+            columns[row.key] = found
     file = folder.path(order.step) / f"rows-{time.time_ns()}.safetensors"
     try:
         make_folders(run_dir, folder.root.name, file.parent.name)
-        _write(columns, file, SavedList(order.cursor, saved))
+        write_rows(file, columns, SavedList(order.cursor, saved))
         folder.seal(order.step, pattern=file.name)
     except OSError as error:
         manifest = folder.whole().get(order.step)
@@ -116,7 +114,7 @@ def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> Queu
 def _remove_others(file: Path, checkpoints: CheckpointFolder) -> None:
     """Remove what a newly written file replaces, and files of checkpoints that are gone; what cannot be removed stays."""
     with suppress(OSError):
-        for older in file.parent.glob("rows*.safetensors"):
+        for older in file.parent.glob("rows*"):
             if older != file:
                 older.unlink()
         for folder in file.parent.parent.glob("step_*"):
@@ -134,19 +132,15 @@ def restore_queue(run_dir: Path, step: int, storage: ReplicatedRows) -> QueueRes
     restored: list[SavedRow] = []
     try:
         (name,) = folder.whole()[step].files
-        with safe_open(folder.path(step) / name, framework="numpy") as file:
-            listed = msgspec.json.decode((file.metadata() or {})["list"], type=SavedList)
-            names = _names(file)
-            for part in _parts(listed.rows):
-                keys = [row.key for row in part]
-                columns = {key: {name: file.get_tensor(f"{key}/{name}") for name in names[key]} for key in keys}
-                units, problem = _put(columns, storage)
-                if problem:
-                    return QueueRestored(step, listed.cursor, restored, problem, is_left=True)
-                restored += [msgspec.structs.replace(row, storage_ids=units) for row in part]
-    except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
+        file = RowFile(folder.path(step) / name, SavedList)
+        for part in _parts(file.listed.rows):
+            units, problem = _put(file.read(row.key for row in part), storage)
+            if problem:
+                return QueueRestored(step, file.listed.cursor, restored, problem, is_left=True)
+            restored += [msgspec.structs.replace(row, storage_ids=units) for row in part]
+    except (KeyError, ValueError) as error:  # a manifest that went or names several files, or a damaged file
         return QueueRestored(step, 0, [], f"{folder.path(step)} cannot be read: {error}")
-    return QueueRestored(step, listed.cursor, restored)
+    return QueueRestored(step, file.listed.cursor, restored)
 
 
 def _put(rows: dict[str, dict[str, np.ndarray]], storage: ReplicatedRows) -> tuple[list[str], str]:
@@ -160,23 +154,5 @@ def _put(rows: dict[str, dict[str, np.ndarray]], storage: ReplicatedRows) -> tup
         return [], f"there was no storage unit for {UNIT_WAIT_S:g} s"
 
 
-def _write(columns: dict[str, np.ndarray], path: Path, listed: SavedList) -> None:
-    try:
-        save_file(columns, path, {"list": msgspec.json.encode(listed).decode()})
-        share_by_umask(path)
-    except SafetensorError as error:
-        raise_if_unwritable(path.parent)
-        raise OSError(str(error)) from error
-
-
 def _parts(rows: list[SavedRow]) -> Iterator[list[SavedRow]]:
     return (rows[start : start + _ROWS_PER_PUT] for start in range(0, len(rows), _ROWS_PER_PUT))
-
-
-def _names(file: safe_open) -> dict[str, list[str]]:
-    """The names of the columns of each row in a file, by the row's key."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for tensor in file.keys():  # noqa: SIM118 - not a mapping
-        key, _, name = tensor.rpartition("/")
-        names[key].append(name)
-    return names

@@ -54,6 +54,8 @@ def _users_task(settings: TaskSettings, known: set[str]) -> Task:
         raise SettingError(f"queue.tasks: a task needs a name, not {settings.name!r}")
     if not settings.yields:
         raise SettingError(f"queue.tasks: task {settings.name!r} yields no column")
+    if any("/" in column for column in settings.yields):  # it ends the key in the names of files of rows
+        raise SettingError(f"queue.tasks: task {settings.name!r} yields {settings.yields}; a column's name has no '/'")
     unknown = set(settings.needs) - known
     if unknown:
         raise SettingError(

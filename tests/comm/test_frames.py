@@ -34,8 +34,10 @@ def test_the_bytes_behind_a_frame_are_found_at_its_end():
 
 
 def test_a_message_of_another_type_data_and_a_frame_that_is_too_long_are_refused():
-    for send, sent in ((send_frame, "other"), (send_data, np.zeros(3, np.uint8))):
-        send(link := BytesLink(), sent, 1.0)
+    other, data = BytesLink(), BytesLink()
+    send_frame(other, "other", 1.0)
+    send_data(data, np.zeros(3, np.uint8), 1.0)
+    for link in (other, data):
         with pytest.raises(MessageRefused, match="malformed frame"):
             receive_frame(link, NUMBERS, 1.0)
     for kind, num_bytes in ((0, 1), (1, MAX_BYTES + 1), (1, -1), (3, 8)):

@@ -66,6 +66,6 @@ def trained_rows(run_dir: Path, num_steps: int) -> list[str]:
             continue
         with safe_open(path, framework="numpy") as file:
             metadata: dict[str, str] = file.metadata() or {}
-        parts = [json.loads(text) for name, text in metadata.items() if name.endswith(".rows")]
+        parts = [batch["micro_batches"] for batch in json.loads(metadata["list"])["batches"]]
         rows += [key.partition("@")[0] for part in parts for micro_batch in part for key in micro_batch]
     return rows

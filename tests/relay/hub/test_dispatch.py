@@ -225,6 +225,7 @@ def test_a_users_sampler_chooses_among_the_complete_groups(scene: MakeScene, tmp
         ("a", ("nonsense",), ("x",), "nonsense"),
         ("a", (), ("reward",), "reward"),
         ("a", (), (), "no column"),
+        ("a", (), ("x/y",), "a column's name has no '/'"),
         ("not a name", (), ("x",), "name"),
     ],
 )

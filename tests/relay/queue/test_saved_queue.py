@@ -14,7 +14,7 @@ from headrace.comm.fleet import Member
 from headrace.comm.messages import RowId, SavedRow, SaveQueue
 from headrace.relay import checkpoints
 from headrace.relay.checkpoints import CheckpointFolder
-from headrace.relay.queue import saved_queue
+from headrace.relay.queue import row_file, saved_queue
 from headrace.relay.queue.replicated_rows import ReplicatedRows
 from headrace.relay.queue.saved_queue import restore_queue, save_queue
 
@@ -177,7 +177,7 @@ def test_a_queue_that_cannot_be_written_again_leaves_the_one_before(
         path.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saved_queue, "save_file", full)
+    monkeypatch.setattr(row_file, "save_file", full)
     assert "No space left on device" in save_queue(tmp_path, SaveQueue(2, STEP, 9, rows), run.storage).problem
     assert [row.key for row in restore_queue(tmp_path, STEP, later.storage).rows] == [rows[0].key]
     assert len(list((tmp_path / f"queue/step_{STEP}").iterdir())) == 2
