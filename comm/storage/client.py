@@ -175,12 +175,13 @@ class StorageClient:
             for raw in bodies:
                 self._link.send(raw, self._deadline_s)
             answer = receive_frame(self._link, ANSWERS, self._deadline_s)
+            if not isinstance(answer, (expected, NotFound, Refused)):
+                raise MessageRefused(f"{type(answer).__name__} is no answer to {type(request).__name__}")
         match answer:
             case NotFound(what=what):
                 raise KeyError(what)
             case Refused(why=why, is_full=is_full):
                 raise (StorageFull if is_full else WrongDigest)(f"unit {self.address}: {why}")
-        assert isinstance(answer, expected), f"{answer} to {request}"
         return answer
 
     @contextlib.contextmanager

@@ -18,7 +18,18 @@ from headrace.comm.links.frames import receive_frame, send_frame
 from headrace.comm.links.handshake import authenticate
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.storage.client import StorageClient
-from headrace.comm.storage.protocol import HELLOS, LINK_NAME, Ack, Attach, Commit, Locate, Located, Reserve, Reserved
+from headrace.comm.storage.protocol import (
+    HELLOS,
+    LINK_NAME,
+    Ack,
+    Attach,
+    Commit,
+    Listing,
+    Locate,
+    Located,
+    Reserve,
+    Reserved,
+)
 from headrace.comm.storage.server import StorageServer
 from headrace.comm.waits import waiting
 
@@ -340,6 +351,14 @@ def test_the_error_for_a_unit_that_is_gone_names_it():
     client.close()
     with pytest.raises(PeerGone, match=unit.address):
         StorageClient(unit.address)
+
+
+def test_a_unit_that_gives_an_answer_to_another_question_counts_as_gone(unit, client, monkeypatch):
+    monkeypatch.setattr(unit, "_answer", lambda link, request, reserved: Listing(["row"]))
+    for ask in (lambda: client.put("row", row(1)), lambda: client.get("row"), lambda: client.drop(["row"])):
+        with pytest.raises(PeerGone, match=f"{unit.address} is gone: Listing is no answer to"):
+            ask()
+    monkeypatch.undo()
 
 
 def test_the_process_of_a_unit_drops_and_lists_rows_without_a_connection(unit, client):
