@@ -28,7 +28,7 @@ from .environment import RUN_ID
 from .errors import STORE_LOST_EXIT, SettingError, StoreGone
 from .links.base import Link
 from .links.host import bind_process_groups, host_id, own_address
-from .links.opening import open_link, throttled
+from .links.opening import open_link
 from .links.tls import TlsIdentity
 from .mailbox import Mailbox, Mailboxes, StoreMailboxes
 from .recipe import CommSettings
@@ -244,8 +244,7 @@ class StoreFleet(Fleet):
 
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
         options = {"secret": self._secret, "tls": self._tls, "interface": self.address}
-        link = open_link(backend, self._store, name, end, deadline_s, **options)
-        return throttled(link, self.settings.max_bytes_per_s)
+        return open_link(backend, self._store, name, end, deadline_s, **options)
 
     def open_group(
         self, name: str, rank: int, size: int, backend: str, deadline_s: float, timeout: timedelta

@@ -320,7 +320,7 @@ class Rollout:
 
     def _report(self) -> None:
         now = self._clock.now()
-        if now - self._totals.reported_at < min(self._recipe.rollout.report_s, self._recipe.repack.period_s / 2):
+        if now - self._totals.reported_at < self._recipe.repack.period_s / 2:
             return
         self._totals.reported_at = now
         load, recomputed = self._totals.report(self.generator, self.migration), self.generator.num_recomputed

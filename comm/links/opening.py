@@ -11,10 +11,7 @@ Both ends prove that they know the run's secret before the link is returned.
 """
 
 import socket
-import time
-from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch.distributed import DistError
 
@@ -31,7 +28,6 @@ from .staged import StagedLink
 from .tcp import TcpLink
 from .tls import TlsIdentity
 
-_CREDIT_S = 2e-3
 _NCCL_START_S = 120.0
 """Seconds that NCCL may take to connect two GPUs; it is seldom more than one."""
 
@@ -123,38 +119,6 @@ def _accept(listener: socket.socket, name: str, wait: Wait, secret: bytes, tls: 
 
 def _remaining_s(wait: Wait) -> float:
     return max(wait.remaining_s, 1e-3)  # a socket takes 0 for no timeout at all
-
-
-class ThrottledLink:
-    """A link that sends at most `bytes_per_s`: a slow network on a fast machine. Bytes arrive when the last has left."""
-
-    def __init__(
-        self,
-        link: Link,
-        bytes_per_s: float,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.backend = link.backend
-        self.receive = link.receive
-        self.close = link.close
-        self._link = link
-        self._bytes_per_s = bytes_per_s
-        self._now = now
-        self._sleep = sleep
-        self._free_at = 0.0
-
-    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
-        now = self._now()
-        # Sleep overshoots; the next piece may make up for the time that one came too late.
-        self._free_at = max(self._free_at, now - _CREDIT_S) + buffer.nbytes / self._bytes_per_s
-        self._sleep(max(0.0, self._free_at - now))
-        self._link.send(buffer, deadline_s)
-
-
-def throttled(link: Link, bytes_per_s: float | None) -> Link:
-    """The link, with a limit if there is one."""
-    return link if bytes_per_s is None else ThrottledLink(link, bytes_per_s)
 
 
 def staging_of(settings: RelaySettings) -> str:

@@ -90,7 +90,3 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Transport of the weights; `auto` is shared memory on one host and tcp between hosts."""
     delta: bool = False
     """Send only the difference from the last version over links. This pays off on slow links."""
-    chunk_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 25)] | None = None
-    """Size of a chunk of weights in the chain of relays; null computes it from the links' speed and the chain's length."""
-    max_bytes_per_s: Positive | None = None
-    """Most bytes per second of one link; null for no bound."""

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Struct
 
-from .fields import Count, NotNegative, OptionalCount, Positive, SecondsOrNone, ShareBelowOne, SomeShare, words
+from .fields import Count, NotNegative, OptionalCount, Positive, ShareBelowOne, SomeShare, words
 
 LEAST_TEMPERATURE = 1e-5
 """A lower one, except 0, could make logits infinite, which have no softmax."""
@@ -53,8 +53,6 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
     """The generator: the project's own, an emulated device, transformers', or your own adapter (docs/service.md)."""
-    report_s: SecondsOrNone = 1.0
-    """Seconds between two load reports of a rollout to the hub (emulated seconds in an emulated run)."""
     batch_groups: Count | None = None
     """Groups between two checks for a newer version; null is its share of a step or of the window, for `partial` no limit."""
     max_age: Count | None = None

@@ -69,7 +69,7 @@ class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     enabled: bool = True
     """Whether trajectories are moved."""
     period_s: Annotated[float, Meta(ge=0.01, le=MAX_SECONDS)] = 5.0
-    """Seconds between two plans; a new version also causes one."""
+    """Seconds between two plans; a new version also causes one. Rollouts report their load twice as often."""
     batch_bound: Count | None = None
     """Most trajectories of one rollout after a move; null measures where a step takes 1.25 times a small batch's time."""
     slowdown: Bound = 2.0

@@ -126,7 +126,7 @@ class VirtualRollout:
             transfers=transfers,
         )
         self._world = world
-        self._report_s = min(recipe.rollout.report_s, recipe.repack.period_s / 2)
+        self._report_s = recipe.repack.period_s / 2
         self._is_asleep = True
         self._num_sleeps = 0
 

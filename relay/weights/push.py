@@ -171,7 +171,7 @@ class LinkPush:
         self._deltas = DeltaSource() if settings.delta else None
         self.link = open_push_link(fleet, mailbox, relay.name, backend, SILENCE_S)
         # Staging buckets overlap within a piece.
-        self._chunked_sender = ChunkedSender(MAX_PIECE_BYTES if backend in ("nccl", "staged") else settings.chunk_bytes)
+        self._chunked_sender = ChunkedSender(MAX_PIECE_BYTES if backend in ("nccl", "staged") else None)
 
     def push(self, version: PendingVersion) -> None:
         """Push a version; returns when the relay has checked its bytes. Raises `LinkBroken`."""

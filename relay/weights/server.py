@@ -48,11 +48,11 @@ class WeightServer:
         self._segment = segment
         self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
         self._stop = threading.Event()
-        self._sender = VersionSender(self.version_store, segment.path, settings.chunk_bytes)
+        self._sender = VersionSender(self.version_store, segment.path)
         self._transfers: list[threading.Thread] = []
         self._links: list[Link] = []
         self._thread = threading.Thread(target=self._read_messages, name=f"{fleet.name} weight server", daemon=True)
-        chain_sender = VersionSender(self.version_store, segment.path, settings.chunk_bytes)
+        chain_sender = VersionSender(self.version_store, segment.path)
         self.chain = Chain(fleet, chain_sender, remote_backend(settings), SILENCE_S)
 
     def start(self) -> "WeightServer":

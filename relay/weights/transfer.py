@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 START_S = 400e-6
 """Seconds that a data frame costs besides its bytes: headers, wake-ups and Python at both ends."""
 _FIRST_BYTE_S = 1 / 2e9  # before the link's speed is known
-_LEAST_BYTES, _MOST_BYTES = 64 << 10, 32 << 20
+CHUNK_RANGE = (64 << 10, 32 << 20)
+"""Bytes of the smallest and the largest chunk that links carry well."""
 
 
 def receive_versions(
@@ -155,15 +156,16 @@ def best_num_chunks(num_nodes: int, num_bytes: float, byte_s: float, start_s: fl
 
 
 def chunk_bytes(num_nodes: int, num_bytes: int, byte_s: float, start_s: float) -> int:
-    """Bytes of a chunk at k*, within the range that links carry well (64 KiB to 32 MiB)."""
+    """Bytes of a chunk at k*, within `CHUNK_RANGE`."""
     best = num_bytes / best_num_chunks(num_nodes, num_bytes, byte_s, start_s)
-    return int(min(max(best, _LEAST_BYTES), _MOST_BYTES))
+    least, most = CHUNK_RANGE
+    return int(min(max(best, least), most))
 
 
 class ChunkedSender:
-    """Sends versions in chunks of k* bytes for the speed of the last transfer, or of `comm.chunk_bytes` where that is set."""
+    """Sends versions in chunks of k* bytes for the speed of the last transfer, or of `fixed_bytes`."""
 
-    def __init__(self, fixed_bytes: int | None) -> None:
+    def __init__(self, fixed_bytes: int | None = None) -> None:
         self._fixed_bytes = fixed_bytes
         self._byte_s = _FIRST_BYTE_S
 
@@ -180,8 +182,8 @@ class ChunkedSender:
 class VersionSender:
     """Sends versions of a store over links."""
 
-    def __init__(self, version_store: "VersionStore", segment_path: str, chunk_bytes: int | None) -> None:
-        self._chunked_sender = ChunkedSender(chunk_bytes)
+    def __init__(self, version_store: "VersionStore", segment_path: str) -> None:
+        self._chunked_sender = ChunkedSender()
         self._version_store = version_store
         # An opening of its own, whose locks exclude the writer's; it is mapped now, since that takes too long in a repair.
         self._slots = VersionSlots(Segment.open(segment_path))

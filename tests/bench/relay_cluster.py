@@ -1,6 +1,6 @@
 """An emulated cluster: each relay is a process, the actor and the readers are in this one.
 
-    python -m bench.relay_cluster STORE INDEX SETTINGS      (one relay)
+    python -m bench.relay_cluster STORE INDEX PACE SMALLEST LARGEST SETTINGS      (one relay)
 
 prints `VERSION SECONDS` (of the machine's monotonic clock) for each version that the relay has completely received.
 """
@@ -11,14 +11,18 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
+from unittest.mock import patch
 
 import msgspec
 import torch
+from support.throttled_link import ThrottledLink
 
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
+from headrace.comm.links.base import Link
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store import StoreServer
+from headrace.relay.weights import transfer
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
@@ -29,17 +33,34 @@ from .harness import BenchProcess, command
 _SECRET = b"bench"
 
 
+class PacedFleet(StoreFleet):
+    """A member whose links send at most `pace` bytes per second."""
+
+    pace = float("inf")
+
+    def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
+        return ThrottledLink(super().open_link(name, end, deadline_s, backend), self.pace)
+
+
 class RelayCluster:
     """A store, relays in processes, an actor and readers in this process."""
 
     def __init__(
-        self, num_relays: int, num_bytes: int, places: Sequence[tuple[list[str], str]] = (), **settings: Any
+        self,
+        num_relays: int,
+        num_bytes: int,
+        places: Sequence[tuple[list[str], str]] = (),
+        pace: float | None = None,
+        chunk_bytes: int | None = None,
+        **settings: Any,
     ) -> None:
-        """`settings` are fields of `CommSettings`. `places` has for each relay the words before its command that run it on
-        its host, and its interface there."""
+        """`pace` is the most bytes per second of a link, `chunk_bytes` the size of chunks; `settings` are fields of `CommSettings`.
+        `places` has for each relay the words before its command that run it on its host, and its interface there."""
         usual = {"interface": "127.0.0.1", "link": "tcp", "heartbeat_s": 0.3, "expiry_s": 30.0, "deadline_s": 60.0}
         self._settings = CommSettings(**{**usual, **settings})
         self._places = places or [([], self._settings.interface)] * num_relays
+        self._pace = pace or float("inf")
+        self._chunks = (chunk_bytes, chunk_bytes) if chunk_bytes else transfer.CHUNK_RANGE
         self._received = [(0, 0.0)] * num_relays
         self._stack = ExitStack()
         self.tensors = {f"w{i}": torch.full((num_bytes // 32,), float(i)) for i in range(8)}
@@ -48,6 +69,7 @@ class RelayCluster:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            stack.enter_context(patch.object(transfer, "CHUNK_RANGE", self._chunks))
             self._hosted = StoreServer(self._settings.interface)
             self.relays = [stack.enter_context(self._start(index)) for index in range(len(self._places))]
             self._actor = self._join("actor", stack)
@@ -89,21 +111,27 @@ class RelayCluster:
                 self._received[index] = int(version), float(arrival)
         return max(arrival for index, (_, arrival) in enumerate(self._received) if index not in without)
 
-    def _join(self, role: str, stack: ExitStack) -> Fleet:
-        fleet = Fleet.join(self._hosted.address, role, 0, _SECRET, {}, self._settings)
+    def _join(self, role: str, stack: ExitStack) -> PacedFleet:
+        fleet = PacedFleet(self._hosted.address, role, 0, _SECRET, {}, self._settings)
+        fleet.pace = self._pace
+        fleet.start()
         stack.callback(fleet.leave)
         return fleet
 
     def _start(self, index: int) -> BenchProcess:
         enter, interface = self._places[index]
         settings = msgspec.json.encode({**msgspec.to_builtins(self._settings), "interface": interface}).decode()
-        return BenchProcess([*enter, *command("relay_cluster", self._hosted.address, index, settings)])
+        return BenchProcess(
+            [*enter, *command("relay_cluster", self._hosted.address, index, self._pace, *self._chunks, settings)]
+        )
 
 
-def _relay(address: str, index: int, settings: CommSettings) -> None:
+def _relay(address: str, index: int, pace: float, settings: CommSettings) -> None:
     """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
-    fleet = Fleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
+    fleet = PacedFleet(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
+    fleet.pace = pace
+    fleet.start()
     server = WeightServer(fleet, segment, settings).start()
     version = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -115,4 +143,5 @@ def _relay(address: str, index: int, settings: CommSettings) -> None:
 
 
 if __name__ == "__main__":
-    _relay(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=CommSettings))
+    transfer.CHUNK_RANGE = (int(sys.argv[4]), int(sys.argv[5]))
+    _relay(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), msgspec.json.decode(sys.argv[6], type=CommSettings))

@@ -57,7 +57,7 @@ def actor_stall(name: str, options: Options) -> list[Measurement]:
     """The actor's stall with 6 relays over that with 1, on links limited to a pace."""
     stalls = {}
     for num_relays in (1, 6):
-        with RelayCluster(num_relays, _PACED_BYTES, max_bytes_per_s=_PACE) as cluster:
+        with RelayCluster(num_relays, _PACED_BYTES, pace=_PACE) as cluster:
             cluster.push()
             timings = []
             for _ in range(_REPEATS):
@@ -70,7 +70,7 @@ def actor_stall(name: str, options: Options) -> list[Measurement]:
 def stopped_relay(name: str, options: Options) -> list[Measurement]:
     """Steps of 50 ms with a push after each while a relay is stopped: the 99th percentile over the median."""
     steps = []
-    with RelayCluster(3, 4 << 20, max_bytes_per_s=_PACE) as cluster:
+    with RelayCluster(3, 4 << 20, pace=_PACE) as cluster:
         cluster.push()
         cluster.relays[1].process.send_signal(signal.SIGSTOP)
         for _ in range(100):
@@ -107,7 +107,7 @@ def chunk_sizes(name: str, options: Options) -> list[Measurement]:
 
 
 def _best_push(num_relays: int, repeats: int, chunk_bytes: int | None = None) -> float:
-    with RelayCluster(num_relays, _PACED_BYTES, max_bytes_per_s=_PACE, chunk_bytes=chunk_bytes) as cluster:
+    with RelayCluster(num_relays, _PACED_BYTES, pace=_PACE, chunk_bytes=chunk_bytes) as cluster:
         cluster.push()
         return min(cluster.push() for _ in range(repeats))
 
@@ -150,7 +150,7 @@ def shaped_hosts(name: str, options: Options) -> list[Measurement]:
 
 def relay_killed(name: str, options: Options) -> list[Measurement]:
     """A push during which a relay is killed, over an undisturbed one."""
-    with RelayCluster(5, _PACED_BYTES, max_bytes_per_s=_PACE) as cluster:
+    with RelayCluster(5, _PACED_BYTES, pace=_PACE) as cluster:
         cluster.push()
         unbroken = min(cluster.push() for _ in range(2))
         started = time.monotonic()

@@ -16,11 +16,12 @@ import pytest
 import torch
 from support.closing import at_end
 from support.in_memory import MemoryLink
+from support.throttled_link import ThrottledLink
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links import staged
 from headrace.comm.links.host import join_address
-from headrace.comm.links.opening import ThrottledLink, open_link
+from headrace.comm.links.opening import open_link
 from headrace.comm.links.process_group import open_group
 from headrace.comm.links.staged import StagedLink
 from headrace.comm.links.tls import TlsIdentity

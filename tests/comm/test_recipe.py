@@ -23,7 +23,7 @@ sampling.max_new_tokens sampling.temperature sampling.top_p sampling.top_k sampl
 sampling.stop
 generator.max_running generator.kv_gb generator.gpu_share generator.prefill_tokens generator.prefix_cache
 generator.exact generator.attention
-rollout.engine rollout.report_s rollout.batch_groups rollout.max_age rollout.stream_tokens rollout.tp rollout.threads
+rollout.engine rollout.batch_groups rollout.max_age rollout.stream_tokens rollout.tp rollout.threads
 eval.path eval.split eval.every eval.samples eval.temperature eval.threshold eval.max_prompts
 trainer.engine trainer.activation_checkpointing trainer.offload trainer.shard_ranks trainer.threads
 lora.rank lora.alpha lora.targets lora.path
@@ -41,7 +41,7 @@ emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulat
 emulated.stretch emulated.prompt_tokens emulated.median_tokens emulated.p99_over_median emulated.lengths emulated.train_us
 emulated.update_s emulated.micro_batch_s emulated.weights_gb emulated.push_gb_s emulated.chain_gb_s emulated.pull_gb_s emulated.broadcast_gb_s
 emulated.reshard_gb_s emulated.buffer_kb
-comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.tls comm.link comm.delta comm.chunk_bytes comm.max_bytes_per_s
+comm.interface comm.heartbeat_s comm.expiry_s comm.deadline_s comm.tls comm.link comm.delta
 """
 
 

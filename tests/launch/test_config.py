@@ -60,7 +60,6 @@ from headrace.launch.config.run_folder import make_run_folder
         ("algorithm.entropy_coef=inf", "algorithm.entropy_coef=inf is not allowed; it takes finite float"),
         ("algorithm.clip_low=nan", "algorithm.clip_low=.nan is not allowed; it takes float >= 0"),
         ("reward.timeout_s=0", "reward.timeout_s=0.0 is not allowed; it takes float > 0 and <= 1e+06"),
-        ("comm.chunk_bytes=1", "comm.chunk_bytes=1 is not allowed; it takes int >= 65536 and <= 33554432 or null"),
         ("rollout.engine=vllm", "it takes one of builtin, emulated, transformers, FILE.py:CLASS"),
         ("comm.link=pigeon", "comm.link=pigeon is not allowed; it takes one of auto, nccl, shm, tcp"),
         ("data.chat_template_kwargs=x", "data.chat_template_kwargs=x is not allowed; it takes {name: value} or null"),
@@ -124,9 +123,9 @@ def test_the_type_of_a_setting_decides_the_meaning_of_a_word(tmp_path: Path):
         "queue: {capacity: ~, tasks: [{name: a, needs: [null_ids, 'null', 1e-6]}]}\nsampling: {stop: []}\n"
     )
     recipe = read_recipe(
-        tmp_path / "recipe.yaml", ["data.shuffle=No", "sampling.stop=[x, 7]", "comm.max_bytes_per_s=1e6"]
+        tmp_path / "recipe.yaml", ["data.shuffle=No", "sampling.stop=[x, 7]", "algorithm.clip_dual=1e6"]
     )
-    assert (recipe.optimizer.lr, recipe.optimizer.max_grad_norm, recipe.comm.max_bytes_per_s) == (
+    assert (recipe.optimizer.lr, recipe.optimizer.max_grad_norm, recipe.algorithm.clip_dual) == (
         1e-6,
         float("inf"),
         1e6,

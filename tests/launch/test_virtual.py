@@ -162,7 +162,6 @@ def test_long_trajectories_move_to_another_rollout(tmp_path: Path):
     tails = {
         "emulated__p99_over_median": 30,
         "repack__period_s": 1,
-        "rollout__report_s": 0.5,
         "repack__batch_bound": 64,
     }
     run_of(tmp_path, roles__rollout=4, batch__prompts_per_step=16, **tails)

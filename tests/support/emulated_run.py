@@ -10,5 +10,4 @@ EMULATED = {
     "sampling.max_new_tokens": 2000,
     "emulated.median_tokens": 200,
     "emulated.speed": 100,
-    "rollout.report_s": 5,
 }

@@ -18,7 +18,7 @@ from headrace.launch.virtual.simulation import FaultyRun
 T = TypeVar("T")
 BASE: dict[str, object] = EMULATED | {
     "emulated.speed": 1, "emulated.median_tokens": 60, "sampling.max_new_tokens": 200, "generator.max_running": 8,
-    "run.save_rows": "recovery", "comm.expiry_s": 3, "comm.deadline_s": 60, "rollout.report_s": 1, "repack.period_s": 1,
+    "run.save_rows": "recovery", "comm.expiry_s": 3, "comm.deadline_s": 60, "repack.period_s": 1,
     "repack.batch_bound": 8,
 }  # fmt: skip
 SECONDS = (0.5, 1.0, 2.0, 5.0, 8.0)

@@ -38,7 +38,6 @@ SETTINGS = (
     "batch.prompts_per_step=8",
     "queue.capacity=8",
     "roles.rollout=3",
-    "rollout.report_s=1e6",
     f"rollout.stream_tokens={STREAM_TOKENS}",
     "repack.period_s=1e6",
 )

@@ -46,7 +46,6 @@ _SETTINGS = {
     "repack.period_s": 0.02,
     "repack.batch_bound": 32,
     "repack.slowdown": 1e9,
-    "comm.chunk_bytes": 1 << 18,
     "comm.interface": "127.0.0.1",
 }
 

@@ -47,10 +47,10 @@ MOMENTS: Mapping[str, Callable[[Hit], bool] | None] = {
     "pulling": lambda hit: hit.point == "pull",
     "repacking": lambda hit: hit.point == "repack",
     "checkpointing": lambda hit: hit.point == "seal",
-    "forwarding": lambda hit: hit.point == "receive" and int(str(hit.facts["num_bytes"])) > 3 << 17,
+    "forwarding": lambda hit: hit.point == "receive",
 }
-"""The moments at which a fault may strike. `idle` is that of a rollout without work, `forwarding` is the second part of a version
-on its way to another relay."""
+"""The moments at which a fault may strike. `idle` is that of a rollout without work, `forwarding` that of a version on
+its way to another relay, whose digest is still to come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -156,7 +157,10 @@ class Relays:
     """A chain in memory, and an actor that sends to its head through a gate."""
 
     def __init__(self, count):
-        self.settings = CommSettings(link="tcp", heartbeat_s=0.02, chunk_bytes=64 << 10)
+        self.settings = CommSettings(link="tcp", heartbeat_s=0.02)
+        chunks = patch.object(transfer, "CHUNK_RANGE", (64 << 10, 64 << 10))
+        chunks.start()
+        at_end(chunks.stop)
         self.network = MemoryNetwork()
         self.tensors = {"w": torch.arange(1_000_000, dtype=torch.float32)}
         self.layout = Layout.of(self.tensors, "float32")
