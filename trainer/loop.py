@@ -15,13 +15,13 @@ from ..comm.clock import Clock
 from ..comm.disk import say
 from ..comm.fleet import TRAINS_AGAIN, Fleet
 from ..comm.host_memory import give_back_heap
-from ..comm.messages import CheckpointWritten, RestartPoint, StepTrained, TrainBatch, TrainingDone
+from ..comm.messages import CheckpointWritten, EvaluationResult, RestartPoint, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
 from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
-from ..relay.queue.stream import ExperienceStream, RunStopped, Stream
+from ..relay.queue.stream import AfterLastStep, ExperienceStream, RunStopped, Stream
 from ..relay.queue.tasks import REFERENCE
 from .algorithms.objective import has_gradient
 from .balance import Balance, layout_of
@@ -174,17 +174,19 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
-        started, self.waited_s = self.clock.now(), 0.0
-        stats, received, total = StepStats(), 0, 1
+        started = self.clock.now()
+        self.waited_s = 0.0
+        stats = StepStats()
         fleet_metrics: dict[str, float] = {}
         evaluation: dict[str, float] = {}
-        while received < total:
+        is_complete = False
+        while not is_complete:
             batch, taken = self.next_groups(step)
+            self.record_evaluation(taken.evaluation)
             evaluation |= taken.evaluation
             self.checkpoint_after = max(self.checkpoint_after, taken.checkpoint_after)
-            if not taken.groups:
-                continue
-            received, total, fleet_metrics = received + len(taken.groups), taken.total, taken.metrics
+            fleet_metrics = taken.metrics
+            is_complete = taken.ends_step
             if self.step_log is not None:
                 self.step_log.add(batch)
             self.trace.enter("train", step=step)
@@ -243,29 +245,37 @@ class Trainer:
         return StepTrained(step, self.incarnation, busy_s / speed, self.waited_s / speed)
 
     def next_groups(self, step: int) -> tuple[Batch, TrainBatch]:
-        """This rank's share of the next groups of a step; rows of other tasks get their columns meanwhile."""
-        while True:
-            batch = self.next_batch(step)
-            if isinstance(taken := batch.row_batch, TrainBatch):
-                if taken.evaluation and self.recorder is not None:
-                    self.recorder.evaluation(taken.evaluation)
-                    self.checkpoints.score(taken.evaluation)
-                return batch, taken
-            self.trace.enter(batch.task, step=step)
-            self.stream.put(batch, {"ref_logprobs": self.learner.logprobs(batch)})
+        """This rank's share of the next groups of a step."""
+        batch = self.next_for_training(step)
+        assert isinstance(batch, Batch) and isinstance(batch.row_batch, TrainBatch), "the step has groups to come"
+        return batch, batch.row_batch
+
+    def next_for_training(self, step: int) -> Batch | AfterLastStep:
+        """The next groups, or evaluation after the last step; rows of other tasks get their columns meanwhile."""
+        while isinstance(found := self.next_batch(step), Batch) and found.task != TRAIN:
+            self.trace.enter(found.task, step=step)
+            self.stream.put(found, {"ref_logprobs": self.learner.logprobs(found)})
+        return found
 
     def last_evaluations(self) -> dict[str, float]:
         """After the last step: wait for the evaluations that are due; the metrics of the last one."""
         metrics: dict[str, float] = {}
         try:
-            while (taken := self.next_groups(self.recipe.run.steps)[1]).total:
-                metrics |= taken.evaluation
+            while isinstance(found := self.next_for_training(self.recipe.run.steps), EvaluationResult):
+                self.record_evaluation(found.metrics)
+                metrics |= found.metrics
         except RunStopped:
             say("the run ends before its last evaluation is complete")
         return metrics
 
-    def next_batch(self, step: int) -> Batch:
-        """This rank's share of the next batch. Raises `RunStopped` on all ranks when the hub ends the run."""
+    def record_evaluation(self, metrics: dict[str, float]) -> None:
+        """Show an evaluation that is complete, and score the checkpoint of its version with it."""
+        if metrics and self.recorder is not None:
+            self.recorder.evaluation(metrics)
+            self.checkpoints.score(metrics)
+
+    def next_batch(self, step: int) -> Batch | AfterLastStep:
+        """This rank's share of the next batch, or an evaluation after the last step. Raises `RunStopped` on all ranks when the hub ends the run."""
         started = self.clock.now()
         self.trace.enter("wait", step=step)
         batch = self.stream.next()

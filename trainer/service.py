@@ -15,7 +15,7 @@ from ..comm.errors import SettingError
 from ..comm.fleet import Fleet
 from ..comm.messages import RowId, StepTrained, TrainBatch, TrainingDone
 from ..comm.recipe import Recipe
-from ..relay.queue.batch import TRAIN
+from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream
 from ..relay.weights.layout import Layout
@@ -69,13 +69,13 @@ class TrainerService:
 
         Raises `RunStopped` when the run ends.
         """
-        received, total = 0, 1
-        while received < total:
+        is_complete = False
+        while not is_complete:
             asked_at = time.monotonic()
             batch = self._stream.next()
             self._waited_s += time.monotonic() - asked_at
-            assert isinstance(batch.row_batch, TrainBatch)
-            received, total = received + len(batch.row_batch.groups), batch.row_batch.total
+            assert isinstance(batch, Batch) and isinstance(batch.row_batch, TrainBatch)
+            is_complete = batch.row_batch.ends_step
             for group in batch.row_batch.groups:
                 yield [Experience(row.row, row.version, row.reward, batch.columns[row.key]) for row in group.rows()]
 

@@ -21,7 +21,19 @@ from .leases import (
     RowsStreamed,
     SampleScored,
 )
-from .queue import ColumnsAdded, DropRows, ListStoredRows, RequestRows, RowBatch, RowsNotFound, StoredRows, TrainBatch
+from .queue import (
+    ColumnsAdded,
+    DropRows,
+    EvaluationResult,
+    EvaluationsDone,
+    ListStoredRows,
+    RequestRows,
+    RowBatch,
+    RowsNotFound,
+    StillEvaluating,
+    StoredRows,
+    TrainBatch,
+)
 from .run import (
     ActorFailed,
     BusyReport,

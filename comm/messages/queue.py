@@ -60,10 +60,9 @@ class GroupRef(msgspec.Struct, frozen=True):
 
 
 class TrainBatch(Message, frozen=True, kw_only=True):
-    """The answer to `RequestRows` for `train`: groups of `step` from number `first` of `total` on.
+    """An answer to `RequestRows` for `train`: groups of `step`, at least one, from number `first` of `total` on.
 
     `metrics` are the fleet's figures at this moment. A checkpoint of a later step than `checkpoint_after` is wanted.
-    Without groups it says that an evaluation takes time; after the last step, with a total of 0, that all are done.
     """
 
     request_id: int = 0
@@ -76,8 +75,32 @@ class TrainBatch(Message, frozen=True, kw_only=True):
     evaluation: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Metrics of the next evaluation that is complete, with the first answer of a step."""
 
+    @property
+    def ends_step(self) -> bool:
+        """Whether no group of the step is to come."""
+        return self.first + len(self.groups) == self.total
+
     def rows(self) -> list[RowRef]:
         return [row for group in self.groups for row in group.rows()]
+
+
+class StillEvaluating(Message, frozen=True):
+    """An answer to `RequestRows` for `train`, from time to time: no groups yet, since rollouts work on an evaluation."""
+
+    request_id: int
+
+
+class EvaluationResult(Message, frozen=True):
+    """An answer to `RequestRows` for `train` after the last step: the metrics of the next evaluation that is complete."""
+
+    request_id: int
+    metrics: dict[str, float]
+
+
+class EvaluationsDone(Message, frozen=True):
+    """An answer to `RequestRows` for `train` after the last step: there is no evaluation any more."""
+
+    request_id: int
 
 
 class RowBatch(Message, frozen=True, kw_only=True):
@@ -90,6 +113,11 @@ class RowBatch(Message, frozen=True, kw_only=True):
 
     def rows(self) -> list[RowRef]:
         return [row for group in self.groups for row in group.rows()]
+
+
+TrainAnswer = TrainBatch | StillEvaluating | EvaluationResult | EvaluationsDone
+Answer = TrainAnswer | RowBatch
+"""The hub's answers to `RequestRows`."""
 
 
 class ColumnsAdded(Message, frozen=True):

@@ -45,8 +45,9 @@ class VirtualStream:
                 self._is_asking = False
                 self._ahead.append(self._batch(answer))
                 self._received += len(answer.groups)
-                if self._received == answer.total:
-                    self._step, self._received = self._step + 1, 0
+                if answer.ends_step:
+                    self._step += 1
+                    self._received = 0
                 self._ask()
 
     def next(self) -> Batch:

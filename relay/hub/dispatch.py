@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 from ...comm.messages import (
     CheckpointRequested,
     ColumnsAdded,
+    EvaluationResult,
+    EvaluationsDone,
     RequestRows,
     RowBatch,
     RowId,
     StepTrained,
+    StillEvaluating,
     TrainBatch,
 )
 from ...comm.messages.base import GroupId, process_of
-from ...comm.messages.queue import GroupRef
+from ...comm.messages.queue import Answer, GroupRef, TrainAnswer
 from ...comm.recipe.evaluation import WAIT_S
 from ..journal import events as ev
 from ..journal.records import RowStatus, TaskRecord
@@ -90,14 +93,14 @@ class Dispatcher(Handler):
                 self.context.commit(ev.TaskReturned(task=task, number=number, reason=reason))
                 self.context.send_drops(leftovers)
 
-    def _answer(self, consumer: str, request: RequestRows) -> RowBatch | TrainBatch | None:
+    def _answer(self, consumer: str, request: RequestRows) -> Answer | None:
         for task in request.tasks:
             answer = self._train(request) if task == TRAIN else self._rows(task, consumer, request)
             if answer is not None:
                 return answer
         return None
 
-    def _train(self, request: RequestRows) -> TrainBatch | None:
+    def _train(self, request: RequestRows) -> TrainAnswer | None:
         """Groups of the step in progress beyond those received, for one update; None for a request of the next step.
 
         A trainer that starts again gets the groups in the same order and in equal answers, where all of them were ready.
@@ -116,7 +119,7 @@ class Dispatcher(Handler):
         handed = [state.groups[group_id] for group_id in state.in_training[request.received : end]]
         given = first_groups(handed, max_tokens)
         if not given:
-            return self._hold_on(request)
+            return self._still_evaluating(request)
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
         self._answered_at = self.context.wall_clock()
         self._reported = self.fleet_stats.snapshot(state)
@@ -127,31 +130,26 @@ class Dispatcher(Handler):
             evaluation=self._next_evaluation(request),
         )  # fmt: skip
 
-    def _after_last_step(self, request: RequestRows) -> TrainBatch | None:
-        """The metrics of one evaluation after the other, then an answer with a total of 0."""
-        evaluation = self._next_evaluation(request)
-        if not evaluation and not self.evaluations.is_done:
-            return self._hold_on(request)
-        return self._empty(request, total=int(bool(evaluation)), evaluation=evaluation)
+    def _after_last_step(self, request: RequestRows) -> TrainAnswer | None:
+        """The metrics of one evaluation after the other, then that all are done."""
+        if metrics := self._next_evaluation(request):
+            return EvaluationResult(request.request_id, metrics)
+        if self.evaluations.is_done:
+            return EvaluationsDone(request.request_id)
+        return self._still_evaluating(request)
 
     def _next_evaluation(self, request: RequestRows) -> dict[str, float]:
         """Metrics that the trainer has not received; one evaluation a step, since a step has one line of metrics."""
         results = [] if request.received else self.state.evaluations.results
         return next((result for result in results if result["eval/version"] > request.evaluated), {})
 
-    def _hold_on(self, request: RequestRows) -> TrainBatch | None:
-        """From time to time an answer without groups, while rollouts work on an evaluation in place of them."""
+    def _still_evaluating(self, request: RequestRows) -> StillEvaluating | None:
+        """An answer from time to time, while rollouts work on an evaluation: the trainer's deadline begins anew with it."""
         now = self.context.wall_clock()
         if not self.state.evaluations.num_leased or now - self._answered_at < WAIT_S:
             return None
         self._answered_at = now
-        return self._empty(request, total=self.admission.per_step)
-
-    def _empty(self, request: RequestRows, total: int, evaluation: dict[str, float] | None = None) -> TrainBatch:
-        return TrainBatch(
-            request_id=request.request_id, step=request.step, first=request.received, total=total, groups=[], metrics={},
-            checkpoint_after=self.state.checkpoint_after, evaluation=evaluation or {},
-        )  # fmt: skip
+        return StillEvaluating(request.request_id)
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:
         """A batch that this consumer was given and has not received, or a new one."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...comm import threads
-from ...comm.messages.queue import ColumnsAdded, RequestRows, RowBatch, RowRef, RowsNotFound, TrainBatch
+from ...comm.messages.queue import Answer, ColumnsAdded, RequestRows, RowBatch, RowRef, RowsNotFound
 from ...comm.messages.run import Stop
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class RowRequester:
         """End this and every later request with `Stop`; the mailbox stays open."""
         self._is_closing.set()
 
-    def request(self, step: int, received: int, evaluated: int = -1) -> RowBatch | TrainBatch | Stop:
-        """The next rows, or the hub's `Stop`: `step` is in training, with `received` groups so far; `evaluated` as in `RequestRows`."""
+    def request(self, step: int, received: int, evaluated: int = -1) -> Answer | Stop:
+        """The hub's answer, or its `Stop`: `step` is in training, with `received` groups so far; `evaluated` as in `RequestRows`."""
         request_id = next(self._request_ids)
         open_batches = tuple(sorted(self._open_batches))
         request = RequestRows(request_id, self._tasks, step, received, open_batches, self._max_tokens, evaluated)
@@ -49,13 +49,13 @@ class RowRequester:
                 sent_at = threads.seconds()
                 self._mailbox.send("hub", request)
             envelope = self._mailbox.receive(POLL_S)
-            match envelope.message if envelope else None:
-                case Stop() as stop:
-                    return stop
-                case RowBatch() | TrainBatch() as answer if answer.request_id == request_id:
-                    if isinstance(answer, RowBatch):
-                        self._open_batches.add((answer.task, answer.batch_id))
-                    return answer
+            message = envelope.message if envelope else None
+            if isinstance(message, Stop):
+                return message
+            if isinstance(message, Answer) and message.request_id == request_id:
+                if isinstance(message, RowBatch):
+                    self._open_batches.add((message.task, message.batch_id))
+                return message
         return Stop("closed")
 
     def acknowledge(self, batch: RowBatch, names: Sequence[str], storage_ids: Mapping[str, list[str]]) -> None:

@@ -16,7 +16,16 @@ import numpy as np
 
 from ...comm import threads
 from ...comm.errors import HeadraceError
-from ...comm.messages.queue import GroupRef, RowBatch, RowRef, TrainBatch
+from ...comm.messages.queue import (
+    Answer,
+    EvaluationResult,
+    EvaluationsDone,
+    GroupRef,
+    RowBatch,
+    RowRef,
+    StillEvaluating,
+    TrainBatch,
+)
 from ...comm.messages.run import Stop
 from ...comm.waits import join_thread, waiting
 from .batch import Batch
@@ -32,6 +41,7 @@ _CLOSE_S = 30.0
 
 
 NeedsGradient = Callable[[GroupRef], bool]
+AfterLastStep = EvaluationResult | EvaluationsDone
 
 
 class RunStopped(HeadraceError):
@@ -67,7 +77,7 @@ class RowFetcher:
         self._evaluated = evaluated
         self._needs_gradient = needs_gradient
         self._free_places = threads.new_semaphore(prefetch + 1)
-        self._ahead: queue.Queue[Batch | Exception] = threads.new_queue()
+        self._ahead: queue.Queue[Batch | AfterLastStep | StillEvaluating | Exception] = threads.new_queue()
         self._thread = threads.new_thread(self._run, "experience stream")
 
     def start(self) -> None:
@@ -78,8 +88,11 @@ class RowFetcher:
         self._requester.close()
         join_thread(self._thread, _CLOSE_S)
 
-    def next(self, timeout_s: float) -> Batch | None:
-        """The next batch, or None after `timeout_s`. Raises the thread's error, or `RunStopped`, on this and every later call."""
+    def next(self, timeout_s: float) -> Batch | AfterLastStep | StillEvaluating | None:
+        """The next batch or word of an evaluation, or None after `timeout_s`.
+
+        Raises the thread's error, or `RunStopped`, on this and every later call.
+        """
         try:
             found = self._ahead.get(timeout=timeout_s)
         except queue.Empty:
@@ -97,33 +110,51 @@ class RowFetcher:
             self._ahead.put(error)
 
     def _fetch_all(self) -> None:
-        """Fetch batches until the last step is complete or the run ends."""
-        step, received = next(iter(self._steps), -1), 0
+        """Fetch what the hub answers until the last step, and its evaluations, are complete or the run ends."""
+        step = next(iter(self._steps), -1)
+        received = 0
         while not (self._steps and step not in self._steps):
             message = self._team.broadcast(self._request(step, received) if self._team.rank == 0 else None)
             if isinstance(message, Stop):
                 raise RunStopped(message.reason)
-            assert isinstance(message, RowBatch | TrainBatch)
-            batch = self._fetch(message)
-            if isinstance(message, TrainBatch):
-                received += len(batch.row_batch.groups)
-                self._evaluated = int(message.evaluation.get("eval/version", self._evaluated))
-                if received == message.total:
-                    step, received = step + 1, 0
-            is_empty_answer = isinstance(message, TrainBatch) and not message.groups
-            if batch.row_batch.groups or is_empty_answer:
-                self._ahead.put(batch)
-                continue
-            self._free_places.release()
-            if isinstance(batch.row_batch, RowBatch) and self._team.rank == 0:
-                self._requester.acknowledge(batch.row_batch, [], {})
+            assert isinstance(message, Answer)
+            taken = self._put(message)
+            match taken:
+                case TrainBatch():
+                    received = 0 if taken.ends_step else received + len(taken.groups)
+                    step += taken.ends_step
+                    if taken.groups:  # else the caller gets the evaluation with the next ones
+                        self._note_evaluation(taken.evaluation)
+                case EvaluationResult():
+                    self._note_evaluation(taken.metrics)
+                case EvaluationsDone():
+                    return
+                case RowBatch() | StillEvaluating():
+                    pass
 
-    def _request(self, step: int, received: int) -> RowBatch | TrainBatch | Stop:
+    def _note_evaluation(self, metrics: Mapping[str, float]) -> None:
+        self._evaluated = int(metrics.get("eval/version", self._evaluated))
+
+    def _request(self, step: int, received: int) -> Answer | Stop:
         """The hub's next answer, once there is a free place for its rows."""
         while not self._free_places.acquire(timeout=POLL_S):
             if self._requester.is_closing:
                 break
         return self._requester.request(step, received, self._evaluated)
+
+    def _put(self, message: Answer) -> Answer:
+        """Keep an answer for `next`, its rows fetched; returns it without the groups that are lost."""
+        if not isinstance(message, RowBatch | TrainBatch):
+            self._ahead.put(message)
+            return message
+        batch = self._fetch(message)
+        if batch.row_batch.groups:
+            self._ahead.put(batch)
+            return batch.row_batch
+        self._free_places.release()
+        if isinstance(batch.row_batch, RowBatch) and self._team.rank == 0:
+            self._requester.acknowledge(batch.row_batch, [], {})
+        return batch.row_batch
 
     def _fetch(self, row_batch: RowBatch | TrainBatch) -> Batch:
         """Plan the micro-batches of all ranks and fetch this rank's. If any rank misses a row, all ranks leave out its group."""
@@ -154,7 +185,7 @@ class Stream(Protocol):
 
     def start(self) -> object: ...
 
-    def next(self) -> Batch: ...
+    def next(self) -> Batch | AfterLastStep: ...
 
     def put(self, batch: Batch, columns: Mapping[str, Sequence[np.ndarray]]) -> None: ...
 
@@ -209,16 +240,22 @@ class ExperienceStream:
         """Batches until the hub ends the run."""
         try:
             while True:
-                yield self.next()
+                if isinstance(batch := self.next(), Batch):
+                    yield batch
         except RunStopped:
             return
 
-    def next(self) -> Batch:
-        """The next batch. Raises `RunStopped` when the hub ended the run, and the thread's error if it failed."""
-        with waiting("hub", self._what, self._deadline_s) as wait:
-            while (batch := self._fetcher.next(POLL_S)) is None:
-                wait.check()
-        return batch
+    def next(self) -> Batch | AfterLastStep:
+        """The next batch; after the last step an evaluation's metrics, and that there are no more.
+
+        Raises `RunStopped` when the hub ended the run, and the thread's error if it failed.
+        """
+        while True:
+            with waiting("hub", self._what, self._deadline_s) as wait:
+                while (found := self._fetcher.next(POLL_S)) is None:
+                    wait.check()
+            if not isinstance(found, StillEvaluating):  # it has answered within the deadline, which begins anew
+                return found
 
     def put(self, batch: Batch, columns: Mapping[str, Sequence[np.ndarray]]) -> None:
         """Add columns to the rows of a batch, a list of one array for each row, and acknowledge the batch.

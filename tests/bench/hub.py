@@ -81,12 +81,14 @@ def _measure(name: str, num_queued: int) -> list[Measurement]:
 def _train(mailbox: Mailbox, step: list[int]) -> None:
     """The trainer: it takes the groups of each step and trains them in no time."""
     while step[0] < _STEPS:
-        received, total = 0, 1
-        while received < total:
+        received = 0
+        is_complete = False
+        while not is_complete:
             mailbox.send("hub", RequestRows(step[0] * _PROMPTS + received, ["train"], step[0], received))
             answer = _expect(mailbox, TrainBatch)
             assert answer is not None, "the hub ended the run"
-            received, total = received + len(answer.groups), answer.total
+            received += len(answer.groups)
+            is_complete = answer.ends_step
         mailbox.send("hub", StepTrained(step[0]))
         step[0] += 1
     mailbox.send("hub", TrainingDone(_STEPS, {}))

@@ -11,12 +11,15 @@ from support.hub_scene import Scene
 
 from headrace.comm.messages import (
     DrainRequested,
+    EvaluationResult,
+    EvaluationsDone,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
     RequestRows,
     SampleScored,
     StepTrained,
+    StillEvaluating,
     TrainBatch,
     VersionReady,
 )
@@ -217,15 +220,14 @@ def test_a_sample_that_moved_is_scored_by_its_new_holder_alone(scene: MakeScene)
     assert {row.holder for _, row in s.hub.state.leased()} == {"rollout-1"}
 
 
-def test_the_trainer_gets_an_empty_answer_while_an_evaluation_takes_its_time(scene: MakeScene):
+def test_the_trainer_hears_that_an_evaluation_takes_its_time(scene: MakeScene):
     s = scene()
     s.ask("rollout-0")
     s.say("actor-0", RequestRows(1, ["train"], step=0))
     assert not s.heard("actor-0")
     s.wall += 2 * WAIT_S
     s.hub.advance()
-    (batch,) = s.heard("actor-0")
-    assert isinstance(batch, TrainBatch) and not batch.groups and batch.total == 2
+    assert s.heard("actor-0") == [StillEvaluating(1)]
 
 
 def test_after_the_last_step_the_trainer_waits_for_the_last_evaluation(scene: MakeScene):
@@ -239,11 +241,10 @@ def test_after_the_last_step_the_trainer_waits_for_the_last_evaluation(scene: Ma
     assert not s.heard("actor-0")
     while (grant := s.ask(version=10, only_evaluation=True)) and grant.leases:
         s.score(grant)
-    (batch,) = s.heard("actor-0")
-    assert isinstance(batch, TrainBatch) and (batch.total, batch.evaluation["eval/version"]) == (1, 10)
+    (result,) = s.heard("actor-0")
+    assert isinstance(result, EvaluationResult) and result.metrics["eval/version"] == 10
     s.say("actor-0", RequestRows(2, ["train"], step=10, evaluated=10))
-    (last,) = s.heard("actor-0")
-    assert isinstance(last, TrainBatch) and (last.total, last.evaluation) == (0, {})
+    assert s.heard("actor-0") == [EvaluationsDone(2)]
 
 
 def test_a_rollout_that_is_drained_does_not_take_the_answers_of_others(scene: MakeScene):

@@ -1,7 +1,9 @@
 """A stream plans the same micro-batches on all ranks; a row without a copy removes its group on all ranks."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,19 @@ import pytest
 from msgspec.structs import replace
 from support.in_memory import MemoryFleet, MemoryNetwork
 
-from headrace.comm.messages import GroupId, Message, RequestRows, RowBatch, RowId, RowsNotFound, Stop, TrainBatch
+from headrace.comm.messages import (
+    EvaluationResult,
+    EvaluationsDone,
+    GroupId,
+    Message,
+    RequestRows,
+    RowBatch,
+    RowId,
+    RowsNotFound,
+    StillEvaluating,
+    Stop,
+    TrainBatch,
+)
 from headrace.comm.messages.base import storage_id_of
 from headrace.comm.messages.queue import GroupRef
 from headrace.relay.queue.batch import Batch
@@ -51,7 +65,9 @@ class ThreadRank:
 class Scene:
     """A hub's mailbox, a relay with a storage unit, and a stream on each rank."""
 
-    def __init__(self, size: int, max_tokens: int = 10) -> None:
+    def __init__(
+        self, size: int, max_tokens: int = 10, steps: range = range(1), deadline_s: float = PATIENCE_S
+    ) -> None:
         network = MemoryNetwork()
         self.mailboxes, self.hub = network.mailboxes, network.mailboxes.open("hub")
         relay = MemoryFleet.join_network(network, "relay", 0)
@@ -66,7 +82,7 @@ class Scene:
             channel = (fleet.open_mailbox(fleet.name), self.storage[-1], ["train"])
             team = ThreadRank(ranks, rank)
             stream = ExperienceStream(
-                *channel, steps=range(1), max_tokens=max_tokens, thread_team=team, deadline_s=PATIENCE_S,
+                *channel, steps=steps, max_tokens=max_tokens, thread_team=team, deadline_s=deadline_s,
                 needs_gradient=lambda group: group.rewards[0] > 0,
             )  # fmt: skip
             self.streams.append(stream.start())
@@ -91,7 +107,9 @@ class Scene:
         raise AssertionError(f"no {kind.__name__}")
 
     def batches(self) -> list[Batch]:
-        return [stream.next() for stream in self.streams]
+        found = [stream.next() for stream in self.streams]
+        assert all(isinstance(batch, Batch) for batch in found)
+        return found  # pyright: ignore[reportReturnType]
 
     def close(self) -> None:
         self.hub.send("actor-0", Stop("the test ends"))
@@ -106,7 +124,7 @@ class Scene:
 def scene() -> Iterator[Any]:
     scenes: list[Scene] = []
 
-    def make(size: int, **settings: int) -> Scene:
+    def make(size: int, **settings: Any) -> Scene:
         scenes.append(Scene(size, **settings))
         return scenes[-1]
 
@@ -166,6 +184,46 @@ def test_rank_0_reports_a_row_that_any_rank_missed_before_it_requests_again(scen
     senders = [s.hub.receive(PATIENCE_S) for _ in range(2)]
     assert [(e.sender, type(e.message)) for e in senders] == [("actor-0", RowsNotFound), ("actor-0", RequestRows)]
     assert senders[0].message.rows == [RowId(0, 0, absent)]
+
+
+def test_a_stream_waits_beyond_its_deadline_while_the_hub_tells_of_an_evaluation(scene: Any):
+    s = scene(1, deadline_s=1.0)
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(s.batches)
+        for _ in range(3):
+            request_id = s.hear(RequestRows).request_id
+            time.sleep(0.5)
+            s.hub.send("actor-0", StillEvaluating(request_id))
+        s.answer(s.group(0, [4]), total=1)
+        assert len(waiting.result(PATIENCE_S)) == 1
+    assert time.monotonic() - started > 1.0
+
+
+def test_an_evaluation_that_came_with_groups_that_are_lost_is_requested_again(scene: Any):
+    s = scene(1)
+    request, groups = s.hear(RequestRows), [s.group(0, [5], absent=(0,))]
+    evaluation = {"eval/version": 0.0}
+    batch = TrainBatch(request_id=request.request_id, step=0, first=0, total=1, groups=groups, metrics={})
+    s.hub.send("actor-0", replace(batch, evaluation=evaluation))
+    again = s.hear(RequestRows)
+    assert (again.received, again.evaluated) == (0, -1)
+    answer = replace(batch, request_id=again.request_id, groups=[s.group(1, [5])], evaluation=evaluation)
+    s.hub.send("actor-0", answer)
+    assert s.batches()[0].row_batch == answer
+
+
+def test_evaluations_after_the_last_step_come_one_by_one_and_then_the_stream_ends(scene: Any):
+    s = scene(2, steps=range(1, 2))
+    results = [{"eval/version": float(version), "eval/avg": 0.5} for version in (0, 1)]
+    for metrics in results:
+        s.hub.send("actor-0", EvaluationResult(s.hear(RequestRows).request_id, metrics))
+        assert [stream.next().metrics for stream in s.streams] == [metrics] * 2
+    request = s.hear(RequestRows)
+    assert (request.step, request.evaluated) == (1, 1), "the hub knows by this which one is next"
+    s.hub.send("actor-0", EvaluationsDone(request.request_id))
+    assert [type(stream.next()) for stream in s.streams] == [EvaluationsDone] * 2
+    assert s.hub.receive(0.3) is None
 
 
 def test_a_request_lists_the_open_batches_of_each_task():
