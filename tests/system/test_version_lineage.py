@@ -19,6 +19,7 @@ from headrace.relay.journal.events import Event, Published, Received, Trained
 from headrace.relay.journal.journal import account_dict, replay
 from headrace.relay.journal.records import RowStatus
 from headrace.relay.queue.batch import Batch
+from headrace.relay.queue.stream import AfterLastStep
 from headrace.rollout import loop as rollout_loop
 from headrace.trainer.learners.builtin import ActorLearner
 from headrace.trainer.loop import Trainer
@@ -69,7 +70,7 @@ def trainer(lineage: dict[int, str], dies_at: int = -1) -> Callable[[Fleet, Reci
             lineage[learner.version] = layout.digest(buffer)
             return publish()
 
-        def mortal(step: int) -> Batch:
+        def mortal(step: int) -> Batch | AfterLastStep:
             if learner.version == dies_at:
                 raise Died
             return next_batch(step)

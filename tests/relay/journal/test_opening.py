@@ -12,9 +12,9 @@ from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, DataSettings, Recipe, RunSettings
 from headrace.launch.resume import choose_point, prepare_folder
 from headrace.relay.checkpoints import CheckpointFolder
-from headrace.relay.hub.loop import check_journal_is_there, open_journal
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import Journal, JournalError, last_opened, read_events, replay
+from headrace.relay.journal.opening import check_journal_is_there, open_journal
 from headrace.relay.journal.state import HubState
 
 
