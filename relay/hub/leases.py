@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from ...comm.messages import DrainRequested, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Stop
 from ..dataset.rows import MAX_ROW_BYTES
 from ..journal import events as ev
-from ..journal.records import Grant, Group, RowStatus
+from ..journal.records import Grant, RowStatus
 from .context import Handler, HubContext
+from .lease_choice import Choice, LeaseChooser
 
 if TYPE_CHECKING:
     from ..queue.admission import Admission
@@ -32,6 +33,7 @@ class Leases(Handler):
         self.evaluations = evaluations
         self.admission = admission
         self.partials = partials
+        self._chooser = LeaseChooser(self.state, admission, partials)
         self._requests: dict[str, LeaseRequest] = {}
         self._empty: dict[str, int] = {}
         """The last request of each holder that was answered without leases; the journal has none for it."""
@@ -44,17 +46,14 @@ class Leases(Handler):
         has_work = state.unassigned or self.evaluations.prompts is not None or self.admission.free_places(state)
         if not self.context.is_leasing or self.context.awaits_queue or not has_work:
             return  # at scale hundreds ask, and most messages change nothing for them
-        refused: set[int] = set()  # a version that admission refuses is refused to all holders
+        refused: set[int | None] = set()  # a version that admission refuses is refused to all holders
         requests = list(self._requests.items())
         for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
             share = math.ceil(self.admission.free_places(state) / num_asking)
-            version, prompts = self.evaluations.lease(holder, request, state.samples_per_prompt)
-            if prompts or request.only_evaluation:
-                self._empty[holder] = -1 if prompts else request.request_id
-                self._answer(holder, LeaseGrant(request.request_id, version, prompts))
-            elif (older := self._older_version(holder, request)) is not None:
-                self._grant(holder, request, older, share=0)
-            elif request.version not in refused and not self._grant(holder, request, request.version, share):
+            if self._grant_evaluation(holder, request):
+                continue
+            version = None if self._may_go_back(holder, request) else request.version
+            if version not in refused and not self._grant(holder, request, version, share):
                 refused.add(request.version)
 
     def on_process_death(self, process: str, reason: str) -> None:
@@ -142,40 +141,41 @@ class Leases(Handler):
         if message.is_gone and any(group_id.is_evaluation for group_id in message.groups):
             self.evaluations.give_up(reason)
 
-    def _older_version(self, holder: str, request: LeaseRequest) -> int | None:
-        """The older version on which an idle rollout continues trajectories of a dead one; None without such trajectories."""
-        if not (request.can_continue and self.partials.rows and self.state.unassigned):
-            return None
-        groups = [self.state.groups[group_id] for group_id in self.state.unassigned]
-        begun = [(self.partials.version_of(self.partials.wanted(group)), group) for group in groups]
-        older = [v for v, group in begun if v not in (None, request.version) and self._may_continue(v, group, request)]
-        return None if holder in self.holders() else next(iter(older), None)
+    def _grant_evaluation(self, holder: str, request: LeaseRequest) -> bool:
+        """Answer with prompts of an evaluation, or without leases if the holder wants nothing else; returns whether it has an answer."""
+        version, prompts = self.evaluations.lease(holder, request, self.state.samples_per_prompt)
+        if not prompts and not request.only_evaluation:
+            return False
+        self._empty[holder] = -1 if prompts else request.request_id
+        self._answer(holder, LeaseGrant(request.request_id, version, prompts))
+        return True
 
-    def _may_continue(self, version: int, group: Group, request: LeaseRequest) -> bool:
-        """Whether a group may be trained with tokens of an older version; else it starts again at the prompt."""
-        may = self.admission.may_lease
-        if may(self.state, version, group):
-            return True
-        if may(self.state, request.version, group):
-            self.partials.give_up(group.row_ids(RowStatus.WANTED))
-        return False
+    def _may_go_back(self, holder: str, request: LeaseRequest) -> bool:
+        """Whether a rollout may continue trajectories of a dead one on an older version than its own: it has no work of its own."""
+        has_begun = request.can_continue and self.partials.rows and self.state.unassigned
+        return bool(has_begun) and holder not in self.holders()
 
-    def _grant(self, holder: str, request: LeaseRequest, version: int, share: int) -> bool:
+    def _grant(self, holder: str, request: LeaseRequest, version: int | None, share: int) -> bool:
         """Lease groups to a holder, at most `share` new ones, since one that decodes all of them alone is slow.
 
-        Returns whether another holder of the same version may still get some.
+        version: as in `LeaseChooser.choose`. Returns whether another holder of the same version may still get some.
         """
         leases: list[Lease] = []
-        num_bytes, is_refused = 0, False
-        num_open = len(self.state.groups)
+        num_bytes = 0
+        num_new = 0
+        is_refused = False
         while len(leases) < request.num_groups and num_bytes < MAX_ROW_BYTES // 2:
-            may_be_new = len(self.state.groups) < num_open + share
-            if (lease := self._lease_one(holder, request, version, may_be_new)) is None:
-                is_refused = may_be_new
+            may_be_new = num_new < share
+            choice = self._choose_usable(request, version, may_be_new=may_be_new)
+            lease = self._lease(holder, request, choice) if choice is not None else None
+            if choice is None or lease is None:
+                is_refused = may_be_new and version in (None, request.version)
                 break
             leases.append(lease)
+            version = choice.version
+            num_new += choice.group is None
             num_bytes += len(lease.row)
-        if leases:
+        if leases and version is not None:
             window = min(self.state.window.num_groups, self.admission.lead(self.state))
             self._answer(holder, LeaseGrant(request.request_id, version, leases, window))
         return not is_refused
@@ -184,39 +184,30 @@ class Leases(Handler):
         del self._requests[holder]
         self.context.mailbox.send(holder, grant)
 
-    def _lease_one(self, holder: str, request: LeaseRequest, version: int, may_be_new: bool) -> Lease | None:
-        """Lease one group: one that came back if there is any, else the next of the data set if it may be a new one.
+    def _choose_usable(self, request: LeaseRequest, version: int | None, *, may_be_new: bool) -> Choice | None:
+        while choice := self._chooser.choose(request, version, may_be_new=may_be_new):
+            if choice.group is None or self.prompts.is_usable(choice.group.id):
+                break  # else its prompt is dropped now
+        return choice
 
-        A group that was begun waits for a rollout of its version. On an older version than the holder's nothing else starts.
-        """
-        state, passed_over = self.state, 0
-        allowed = (None, version) if version == request.version else (version,)
-        while (group := self._returned(request, version, allowed)) and not self.prompts.is_usable(group.id):
-            pass  # its prompt is dropped now
-        if group is not None:
-            group_id, samples, attempt = group.id, group.samples(RowStatus.WANTED), group.next_attempt
-            partials = self.partials.wanted(group) if request.can_continue else {}
-        else:
-            if not may_be_new or None not in allowed or not self.admission.may_lease(state, version):
-                return None
+    def _lease(self, holder: str, request: LeaseRequest, choice: Choice) -> Lease | None:
+        """Lease what was chosen; None if the data has no prompt for it."""
+        if (group := choice.group) is None:
             if (found := self.prompts.next()) is None:
                 return None
-            (group_id, passed_over), attempt, partials = found, 1, {}
-            samples = list(range(state.samples_per_prompt))
-        answered = {"version": version, "holder": holder, "request_id": request.request_id}
+            group_id, passed_over = found
+            samples = list(range(self.state.samples_per_prompt))
+            attempt = 1
+        else:
+            group_id = group.id
+            passed_over = 0
+            samples = group.samples(RowStatus.WANTED)
+            attempt = group.next_attempt
+            if choice.starts_again:
+                self.partials.give_up(group.row_ids(RowStatus.WANTED))
+        answered = {"version": choice.version, "holder": holder, "request_id": request.request_id}
         self.context.commit(
             ev.Leased(group=group_id, samples=samples, attempt=attempt, passed_over=passed_over, **answered)
         )
-        return Lease(group_id, attempt, samples, self.prompts.row(group_id), self.partials.refs(group_id, partials))
-
-    def _returned(self, request: LeaseRequest, version: int, allowed: tuple[int | None, ...]) -> Group | None:
-        """The first group that came back and may be leased on this version; `allowed` are those by which it may have begun."""
-        for group_id in self.state.unassigned:
-            group = self.state.groups[group_id]
-            partials = self.partials.wanted(group) if request.can_continue else {}
-            oldest = min([version, *(partial.version for partial in partials.values())])
-            if self.partials.version_of(partials) not in allowed:
-                continue
-            if self._may_continue(oldest, group, request) or self.admission.may_lease(self.state, version, group):
-                return group
-        return None
+        partials = self.partials.refs(group_id, choice.partials)
+        return Lease(group_id, attempt, samples, self.prompts.row(group_id), partials)
