@@ -181,7 +181,9 @@ class Trainer:
         evaluation: dict[str, float] = {}
         is_complete = False
         while not is_complete:
-            batch, taken = self.next_groups(step)
+            batch = self.next_for_training(step)
+            assert isinstance(batch, Batch) and isinstance(batch.row_batch, TrainBatch), "the step has groups to come"
+            taken = batch.row_batch
             self.record_evaluation(taken.evaluation)
             evaluation |= taken.evaluation
             self.checkpoint_after = max(self.checkpoint_after, taken.checkpoint_after)
@@ -244,14 +246,8 @@ class Trainer:
         self.resumed_at = self.clock.now()
         return StepTrained(step, self.incarnation, busy_s / speed, self.waited_s / speed)
 
-    def next_groups(self, step: int) -> tuple[Batch, TrainBatch]:
-        """This rank's share of the next groups of a step."""
-        batch = self.next_for_training(step)
-        assert isinstance(batch, Batch) and isinstance(batch.row_batch, TrainBatch), "the step has groups to come"
-        return batch, batch.row_batch
-
     def next_for_training(self, step: int) -> Batch | AfterLastStep:
-        """The next groups, or evaluation after the last step; rows of other tasks get their columns meanwhile."""
+        """This rank's share of the next groups, or an evaluation; rows of other tasks get their columns meanwhile."""
         while isinstance(found := self.next_batch(step), Batch) and found.task != TRAIN:
             self.trace.enter(found.task, step=step)
             self.stream.put(found, {"ref_logprobs": self.learner.logprobs(found)})
@@ -275,7 +271,10 @@ class Trainer:
             self.checkpoints.score(metrics)
 
     def next_batch(self, step: int) -> Batch | AfterLastStep:
-        """This rank's share of the next batch, or an evaluation after the last step. Raises `RunStopped` on all ranks when the hub ends the run."""
+        """This rank's share of the next batch, or an evaluation after the last step.
+
+        Raises `RunStopped` on all ranks when the hub ends the run.
+        """
         started = self.clock.now()
         self.trace.enter("wait", step=step)
         batch = self.stream.next()
