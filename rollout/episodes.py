@@ -13,8 +13,9 @@ from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.recipe import EnvironmentSettings
 from .engine.sequence import Completion
 from .environments.base import Episode, Messages, with_observation
-from .environments.pool import PATIENCE, EnvironmentCall, EnvironmentPool
+from .environments.pool import EnvironmentCall, EnvironmentPool
 from .leases import HeldLeases, LeasedRow
+from .user_code.pool import PATIENCE
 
 if TYPE_CHECKING:
     from .generators.base import Generator

@@ -26,7 +26,6 @@ from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.weights.slots import VersionNotAvailable
 from .engine.sampling import SamplingParams
 from .engine.sequence import Completion
-from .environments.pool import PATIENCE
 from .episodes import Episodes, open_episodes
 from .generators.base import Generator, open_generator
 from .leases import HeldLeases, LeasedRow
@@ -38,6 +37,7 @@ from .partial_rows import PartialRows
 from .rewards.base import Rewards, open_rewards
 from .row_writer import RowWriter, Writer
 from .scoring import Scoring
+from .user_code.pool import PATIENCE
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ..comm.messages import RowDone, SampleScored
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from .partial_rows import StreamedRow, write_streamed
-from .rewards.process import LARGEST
+from .rewards.calls import LARGEST
 
 if TYPE_CHECKING:
     from .leases import LeasedRow

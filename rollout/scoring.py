@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from ..comm.recipe import RewardSettings
 from .engine.sequence import Completion
 from .leases import HeldLeases, LeasedRow
+from .rewards.calls import ScoreRequest
 from .rewards.groups import WholeGroups
-from .rewards.process import ScoreRequest
 from .row_writer import FinishedRow, Writer
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ FOLDERS = (
     ("relay.journal", "relay.weights", "relay.hub"),
     ("trainer.policy", "trainer.algorithms", "trainer.learners"),
     ("rollout.engine", "rollout.tensor_parallel", "rollout.generators", "rollout.migration"),
-    ("rollout.engine", "rollout.rewards", "rollout.generators"),
+    ("rollout.engine", "rollout.user_code", "rollout.rewards", "rollout.generators"),
+    ("rollout.user_code", "rollout.environments", "rollout.generators"),
     ("launch.config", "launch.processes"),
 )
 """Folders of one floor, lowest first."""

@@ -10,9 +10,10 @@ An environment is a class of the user's, one object for each trajectory; every m
 A class without `step` has tools instead (TRL's `environment_factory`): its public methods but `reset` (see `tools.py`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 Messages = list[dict[str, Any]]
 
@@ -26,6 +27,18 @@ class StepResult(NamedTuple):
     """It counts besides the other turns' rewards."""
     done: bool = False
     """The trajectory ends."""
+
+    def check(self, *, is_chat: bool) -> None:
+        """Raise for a step that cannot continue a trajectory."""
+        if not math.isfinite(self.reward):
+            raise ValueError(f"a step's reward is {self.reward}")
+        if self.done:
+            return
+        if not isinstance(self.observation, str) and not (is_chat and _is_messages(self.observation)):
+            kind = type(self.observation).__name__
+            raise TypeError(f"a step's observation is a {kind}, which does not fit the prompt")
+        if not self.observation:
+            raise ValueError("a step has neither an observation nor `done`")
 
 
 @dataclass(slots=True)
@@ -111,9 +124,15 @@ def with_observation(prompt: str | Messages, observation: str | Messages | None)
         return prompt
     if isinstance(prompt, str):
         if not isinstance(observation, str):
-            raise TypeError("`reset` returned messages for a prompt that is text")
+            raise TypeError(f"`reset` returned a {type(observation).__name__} for a prompt that is text")
         return prompt + observation
     if isinstance(observation, str):
         last = {**prompt[-1], "content": f"{prompt[-1]['content']}{observation}"}
         return [*prompt[:-1], last]
+    if not _is_messages(observation):
+        raise TypeError(f"`reset` returned a {type(observation).__name__}, neither text nor messages")
     return [*prompt, *observation]
+
+
+def _is_messages(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in cast(list[object], value))

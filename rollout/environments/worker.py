@@ -1,38 +1,32 @@
-"""The process that hosts a user's environments: JSON lines in, JSON lines out, any number of calls at a time.
+"""The process that hosts a user's environments, with any number of calls at a time.
 
 A question has the whole transcript of a trajectory. If this process does not host its environment, or hosts it at another turn, the
 environment is built again: by `restore`, else by `reset` and the same steps. So a trajectory may move between processes, and no
 process has to be kept alive.
 
 Each call has a deadline. A coroutine is cancelled, and abandoned if it continues; a thread is abandoned. Code that blocks the event
-loop itself is found by a second thread: it answers for that call, and the process ends; `pool.py` asks the next process the other
+loop itself is found by a second thread: it answers for that call, and the process ends; the host asks the next process the other
 questions again.
 """
 
 import asyncio
 import json
-import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
-from ...comm.process_tree import fork_guarded
-from ...relay.dataset.rows import MAX_NESTED, is_too_deep
-from ..rewards.worker import explain
+from ..user_code.channel import Channel, add_folders, explain
 from .base import StepResult, with_observation
 from .calls import THREADS, call, num_abandoned
 from .tools import ToolEnvironment, tools_of
 
-Answer = Callable[[dict[str, Any]], None]
 BEAT_S = 1.0
 MOST_ABANDONED = THREADS // 2
 CLOSING = "closing"
@@ -64,10 +58,7 @@ class Worker:
         """`{"observation", "reward", "done", "state"}`, or `{"error"}` with one line for the log."""
         try:
             answer = await self._advance(question)
-            json.dumps(answer)
-            if is_too_deep(answer):
-                raise ValueError(f"more than {MAX_NESTED} lists or objects one inside the other")
-            # This refuses what `json` takes: half a surrogate pair.
+            # This refuses half a surrogate pair. The same turn repeated would not equal what the channel makes of it.
             msgspec.json.encode(answer)
             return answer
         except TimeoutError:
@@ -134,11 +125,12 @@ class Worker:
         step = StepResult()
         if is_new:
             step = StepResult(await self._limited(environment.reset, **row) or "")
+            with_observation(row["prompt"], step.observation)
         if completions:
             if is_new:
                 await self._rebuild(environment, step.observation, question)
             step = StepResult(*await self._limited(environment.step, completions[-1]))
-            _check(step, is_chat=not isinstance(row["prompt"], str))
+            step.check(is_chat=not isinstance(row["prompt"], str))
         has_state = hasattr(environment, "state") and hasattr(environment, "restore")
         state = await self._limited(environment.state) if has_state else None
         return {"observation": step.observation, "reward": float(step.reward), "done": bool(step.done), "state": state}
@@ -190,18 +182,6 @@ def _keep(task: asyncio.Task[Any], tasks: set[asyncio.Task[Any]]) -> None:
     task.add_done_callback(tasks.discard)
 
 
-def _check(step: StepResult, *, is_chat: bool) -> None:
-    """Raise for a step that cannot continue a trajectory."""
-    if not math.isfinite(step.reward):
-        raise ValueError(f"a step's reward is {step.reward}")
-    if step.done:
-        return
-    if not isinstance(step.observation, str | list) or (isinstance(step.observation, list) and not is_chat):
-        raise TypeError(f"a step's observation is a {type(step.observation).__name__}, which does not fit the prompt")
-    if not step.observation:
-        raise ValueError("a step has neither an observation nor `done`")
-
-
 def open_factory(path: str, tools: list[str]) -> Callable[[], Any]:
     """Makes one environment for a trajectory, from `environment.path` and `environment.tools`."""
     functions = [load_object("environment.tools", tool) for tool in tools]
@@ -223,7 +203,9 @@ def open_factory(path: str, tools: list[str]) -> Callable[[], Any]:
 class _Watchdog:
     """A thread that tells the pool that the process lives, and ends it when code of the user's blocks the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float, write: Answer) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, timeout_s: float, write: Callable[[int, dict[str, Any]], None]
+    ) -> None:
         self._loop = loop
         self._timeout_s = timeout_s
         self._write = write
@@ -234,7 +216,7 @@ class _Watchdog:
 
     def _run(self) -> None:
         while True:
-            self._write({"beat": True})
+            self._write(0, {"beat": True})
             self._loop.call_soon_threadsafe(self._tick)
             time.sleep(min(BEAT_S, self._timeout_s / 4))
             if time.monotonic() - self._ticked_at > self._timeout_s:
@@ -243,7 +225,7 @@ class _Watchdog:
     def _tick(self) -> None:
         self._ticked_at = time.monotonic()
         if num_abandoned() >= MOST_ABANDONED:
-            self._write({"restart": True})
+            self._write(0, {"restart": True})
             os._exit(0)
 
     def _end(self) -> None:
@@ -252,22 +234,22 @@ class _Watchdog:
         name = "" if task is None else task.get_name()
         if name.isdecimal():
             error = f"it blocks the other environments for environment.timeout_s={self._timeout_s:g}"
-            self._write({"id": int(name), "error": error})
+            self._write(int(name), {"error": error})
         if name.isdecimal() or name == CLOSING:
-            self._write({"restart": True})
+            self._write(0, {"restart": True})
         os._exit(1)
 
 
-async def serve(worker: Worker, questions: IO[str], write: Answer, timeout_s: float) -> None:
+async def serve(worker: Worker, channel: Channel, timeout_s: float) -> None:
     """Answer questions until their stream ends; then close the environments. The process ends with its abandoned threads."""
     loop, reader, tasks = asyncio.get_running_loop(), ThreadPoolExecutor(1), set[asyncio.Task[None]]()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
-    _Watchdog(loop, timeout_s, write).start()
+    _Watchdog(loop, timeout_s, channel.write).start()
 
     async def reply(question: dict[str, Any]) -> None:
-        write({"id": question["id"], **await worker.answer(question)})
+        channel.write(question["id"], await worker.answer(question))
 
-    while line := await loop.run_in_executor(reader, questions.readline):
+    while line := await loop.run_in_executor(reader, channel.questions.readline):
         question = json.loads(line)
         if "drop" in question:
             worker.drop(question["drop"])
@@ -281,30 +263,14 @@ async def serve(worker: Worker, questions: IO[str], write: Answer, timeout_s: fl
 
 
 def main() -> None:
-    """The arguments are `{"path", "tools", "timeout_s"}` and the process that starts this one."""
-    settings, parent = json.loads(sys.argv[1]), int(sys.argv[2])
-    fork_guarded(parent)
-    questions = os.fdopen(os.dup(0), encoding="utf-8")
-    # An error's text may have half of a surrogate pair, which no message takes.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    lock = threading.Lock()
-
-    def write(answer: dict[str, Any]) -> None:
-        with lock:
-            answers.write(json.dumps(answer, ensure_ascii=False) + "\n")
-            answers.flush()
-
-    try:
-        for path in (settings["path"], *settings["tools"]):
-            sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
-        make = open_factory(settings["path"], settings["tools"])
-        write({"ready": True})
-    except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
-        write({"ready": False, "error": explain(error)})
-        os._exit(1)
-    asyncio.run(serve(Worker(make, settings["timeout_s"]), questions, write, settings["timeout_s"]))
+    """Load the user's files, and answer."""
+    channel = Channel()
+    path, tools, timeout_s = (channel.settings[name] for name in ("path", "tools", "timeout_s"))
+    with channel.loading():
+        add_folders(path, *tools)
+        make = open_factory(path, tools)
+    channel.write(0, {})
+    asyncio.run(serve(Worker(make, timeout_s), channel, timeout_s))
 
 
 if __name__ == "__main__":

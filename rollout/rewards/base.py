@@ -3,9 +3,9 @@
 from typing import Protocol
 
 from ...comm.recipe import Recipe
+from .calls import ScoreRequest
 from .emulated import EmulatedRewards
 from .pool import RewardPool
-from .process import ScoreRequest
 
 
 class Rewards(Protocol):

@@ -1,6 +1,6 @@
 """Rewards of emulated trajectories, which have no text."""
 
-from .process import ScoreRequest
+from .calls import ScoreRequest
 
 
 class EmulatedRewards:

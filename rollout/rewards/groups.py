@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .process import ScoreRequest
+from .calls import ScoreRequest
 
 if TYPE_CHECKING:
     from ...comm.messages import GroupId

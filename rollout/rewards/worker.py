@@ -1,8 +1,4 @@
-"""The process that runs a user's reward functions: one JSON line in, one JSON line out.
-
-`process.py` starts it on the user's files; it imports neither torch nor other heavy modules. Output that a function prints goes
-to the log, not into the answers. The process ends with its standard input, and everything that it has started ends with it. A
-process that a function forks can neither read questions nor answer them.
+"""The process that runs a user's reward functions: it imports neither torch nor other heavy modules.
 
 Functions run in the main thread, one question after the other. Async ones run in one event loop in another thread, so that the
 answer to one question does not wait for that to another.
@@ -10,18 +6,13 @@ answer to one question does not wait for that to another.
 
 import asyncio
 import json
-import os
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ...comm.plugins import load_object
-from ...comm.process_tree import fork_guarded
-from ...relay.dataset.rows import MAX_NESTED, is_too_deep
+from ..user_code.channel import Channel, add_folders, explain
 from .function import RewardFunction, Scores, WrongLength, combined
 
 _READY = "headrace.rollout.rewards.ready"
@@ -74,13 +65,6 @@ class RewardSum:
         return {"rewards": [reward for reward, _ in samples], "info": [info for _, info in samples]}
 
 
-def explain(error: BaseException) -> str:
-    """One line: the error and where in the user's code it was raised."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != Path(__file__).parent]
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
 def _failed(error: BaseException) -> dict[str, Any]:
     if isinstance(error, WrongLength):
         return {"error": str(error), "is_misuse": True}
@@ -92,50 +76,22 @@ def load_functions(functions: Mapping[str, str], max_steps: int = 0) -> list[Rew
     loaded: list[RewardFunction] = []
     for name, path in functions.items():
         path = path if ":" in path else f"{_READY}:{path}"
-        sys.path.insert(0, str(Path(path.rpartition(":")[0]).resolve().parent))  # only the user's code runs here
+        add_folders(path)
         loaded.append(RewardFunction(name, load_object("reward.path", path), max_steps))
     return loaded
 
 
 def main() -> None:
-    """Answer the lines of standard input until it ends. The arguments are the functions and the process that starts this one."""
-    settings, parent = json.loads(sys.argv[1]), int(sys.argv[2])
-    fork_guarded(parent)
-    questions = os.fdopen(os.dup(0), encoding="utf-8")
-    # A text may have half of a surrogate pair, which no row and no message takes.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    os.register_at_fork(after_in_child=lambda: _close(questions.fileno(), answers.fileno()))
-    try:
+    """Answer questions until they end."""
+    channel = Channel(default=str)
+    settings = channel.settings
+    with channel.loading():
         rewards = RewardSum(load_functions(settings["functions"], settings["max_steps"]), settings["weights"])
-        rewards.start()
-        _write(answers, 0, {"is_async": rewards.is_async})
-    except BaseException as error:  # noqa: BLE001 - the pool gets any error of the user's file
-        _write(answers, 0, {"error": explain(error)})
-        return
-    for line in questions:
+    rewards.start()
+    channel.write(0, {"is_async": rewards.is_async})
+    for line in channel.questions:
         batch = json.loads(line)
-        rewards.answer(batch, lambda answer, number=batch["id"]: _write(answers, number, answer))
-
-
-_lock = threading.Lock()
-
-
-def _write(answers: TextIO, number: int, answer: dict[str, Any]) -> None:
-    try:
-        if is_too_deep(answer):
-            raise ValueError(f"a note has more than {MAX_NESTED} lists or objects one inside the other")
-        line = json.dumps({"id": number, **answer}, default=str, ensure_ascii=False)
-    except Exception as error:  # noqa: BLE001 - of a note of the user's, whose text is the user's code too
-        line = json.dumps({"id": number, **_failed(error)}, ensure_ascii=False)
-    with _lock:
-        answers.write(line + "\n")
-
-
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+        rewards.answer(batch, lambda answer, number=batch["id"]: channel.write(number, answer))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from headrace.comm.recipe import EnvironmentSettings
 from headrace.relay.journal.records import RowStatus
 from headrace.rollout import episodes
 from headrace.rollout.environments.base import StepResult
-from headrace.rollout.environments.pool import PATIENCE, EnvironmentCall
+from headrace.rollout.environments.pool import EnvironmentCall
+from headrace.rollout.user_code.pool import PATIENCE
 
 
 class Echo:

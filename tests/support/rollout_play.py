@@ -29,7 +29,7 @@ from headrace.rollout.generators.base import Weights
 from headrace.rollout.loop import Rollout
 from headrace.rollout.migration.calibration import GeneratorProfile
 from headrace.rollout.migration.migration import MoveDeadlines
-from headrace.rollout.rewards.process import ScoreRequest
+from headrace.rollout.rewards.calls import ScoreRequest
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLES, STREAM_TOKENS = 3, 8

@@ -14,7 +14,7 @@ from headrace.launch.virtual.run import VirtualRun
 from headrace.relay.journal.journal import replay
 from headrace.rollout.generators import emulated
 from headrace.rollout.rewards.emulated import EmulatedRewards
-from headrace.rollout.rewards.process import ScoreRequest
+from headrace.rollout.rewards.calls import ScoreRequest
 
 STEPS, GROUPS, SAMPLES = 20, 32, 2
 

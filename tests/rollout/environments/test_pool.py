@@ -12,7 +12,7 @@ from headrace.rollout.environments.base import Episode
 from headrace.rollout.environments.pool import EnvironmentCall, EnvironmentPool
 
 ENVIRONMENT = """
-import asyncio, os, time
+import asyncio, contextlib, os, stat, time
 
 class Counter:
     async def reset(self, prompt, **row):
@@ -31,8 +31,15 @@ class Counter:
             os._exit(3)
         if completion == "environment":
             return " ".join(name for name in os.environ if name.startswith("HEADRACE_")), 0.0, True
+        if completion == "fork" and os.fork() == 0:
+            return "from the child", 9.0, True
         if completion == "raise":
             raise ValueError("no such turn: \\ud83d")
+        if completion.startswith("stray "):
+            for number in range(3, 20):
+                with contextlib.suppress(OSError):
+                    if stat.S_ISFIFO(os.fstat(number).st_mode):
+                        os.write(number, completion.removeprefix("stray ").encode() + b"\\n")
         return "+".join(self.turns), 0.5, completion == "end"
 
 class Threaded(Counter):
@@ -51,6 +58,17 @@ class Kept(Counter):
 
     async def restore(self, state):
         self.turns = state["turns"]
+
+class Deep(Kept):
+    async def state(self):
+        deep = []
+        for _ in range(900 if "deep" in self.turns else 0):
+            deep = [deep]
+        return deep
+
+class Numbered(Counter):
+    async def reset(self, prompt, **row):
+        return row.get("observation")
 
 class Random(Counter):
     async def step(self, completion):
@@ -117,7 +135,7 @@ def ask(pool: EnvironmentPool, *turns: list[str], **episode: object) -> list[Env
         pool.submit(EnvironmentCall(number, number, {"prompt": "p"}, Episode(**transcript)))  # pyright: ignore[reportArgumentType]
     done: list[EnvironmentCall] = []
     deadline = time.monotonic() + 240
-    while len(done) < len(turns) and time.monotonic() < deadline:
+    while len(done) < max(1, len(turns)) and time.monotonic() < deadline:
         done += pool.finished()
         time.sleep(0.002)
     return sorted(done, key=lambda call: call.number)
@@ -165,6 +183,42 @@ def test_a_call_that_kills_the_process_costs_its_trajectory_alone(pool: MakePool
     killer, raiser, *others = ask(pool(), ["a", "die"], ["raise"], *[["a", "wait"]] * 9)
     assert "process ended" in killer.failure and "ValueError: no such turn: ?" in raiser.failure
     assert [call.step.observation for call in others] == ["a+wait"] * 9
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        "7",
+        '{"id": "x"}',
+        '{"id": 2}',
+        '{"id": 2, "error": 7}',
+        '{"id": 2, "observation": 7, "reward": 0, "done": false, "state": null}',
+        '{"id": 2, "observation": "x", "reward": [], "done": false, "state": null}',
+    ],
+)
+def test_output_on_the_descriptor_of_the_answers_costs_one_trajectory(pool: MakePool, stray: str):
+    counter = pool()
+    assert ask(counter, ["a"])[0].step.observation == "a"
+    assert ask(counter, [f"stray {stray}"])[0].failure
+    assert ask(counter, ["a"])[0].step.observation == "a"
+
+
+def test_a_forked_child_cannot_answer_for_its_environment(pool: MakePool):
+    counter = pool()
+    assert [ask(counter, ["fork"])[0].step.observation for _ in range(4)] == ["fork"] * 4
+
+
+def test_a_state_that_is_nested_too_deeply_costs_its_trajectory(pool: MakePool):
+    nested, plain = ask(pool("Deep"), ["deep"], ["a"])
+    assert "lists or objects one inside the other" in nested.failure and not plain.failure
+
+
+@pytest.mark.parametrize("observation", [7, [{"role": "user", "content": "a message"}]])
+def test_a_reset_that_does_not_fit_the_prompt_costs_its_trajectory(pool: MakePool, observation: object):
+    numbered = pool("Numbered")
+    assert not ask(numbered, [])[0].failure
+    numbered.submit(EnvironmentCall(1, 1, {"prompt": "p", "observation": observation}, Episode("p")))
+    assert "for a prompt that is text" in ask(numbered)[0].failure
 
 
 def test_an_environment_is_built_again_from_its_transcript(pool: MakePool):

@@ -63,7 +63,7 @@ class Seeded:
     def restore(self, state: Any) -> None: ...
 
 
-def test_an_environments_state_may_have_large_integers_and_bounded_nesting():
+def test_an_environments_state_may_have_large_integers_and_no_half_of_a_surrogate_pair():
     question: dict[str, Any] = {"key": 1, "row": {"prompt": "p"}, "completions": []}
 
     def answer(value: Any) -> dict[str, Any]:
@@ -71,8 +71,4 @@ def test_an_environments_state_may_have_large_integers_and_bounded_nesting():
         return asyncio.run(Worker(Seeded, timeout_s=60).answer(question))
 
     assert answer({"seed": 2**100})["state"] == {"seed": 2**100}
-    deep: list[Any] = []
-    for _ in range(900):
-        deep = [deep]
-    assert "lists or objects one inside the other" in answer(deep)["error"]
     assert "surrogates" in answer("\ud800")["error"]

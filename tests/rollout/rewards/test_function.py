@@ -10,7 +10,7 @@ from support.assets import GSM8K
 
 from headrace.rollout.rewards.function import RewardFunction, Scores, WrongLength, combined
 from headrace.rollout.rewards.ready import format, gsm8k, length, math
-from headrace.rollout.rewards.worker import explain
+from headrace.rollout.user_code.channel import explain
 
 BATCH = {
     "prompts": ["p", "q"],

@@ -3,8 +3,8 @@
 from headrace.comm.messages import GroupId
 from headrace.rollout.engine.sequence import Completion
 from headrace.rollout.leases import LeasedRow
+from headrace.rollout.rewards.calls import ScoreRequest
 from headrace.rollout.rewards.groups import WholeGroups
-from headrace.rollout.rewards.process import ScoreRequest
 
 DONE = Completion(1, [0], [0], [0.0], "stop")
 

@@ -16,8 +16,8 @@ from support.polling import wait_for
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RewardSettings
+from headrace.rollout.rewards.calls import ScoreRequest
 from headrace.rollout.rewards.pool import RewardPool
-from headrace.rollout.rewards.process import ScoreRequest
 
 
 @pytest.fixture
@@ -106,7 +106,22 @@ def test_printed_output_does_not_reach_the_answers(pool: MakePool):
     assert score(pool(source), {"answer": 1})[0].reward == 1.0
 
 
-@pytest.mark.parametrize("stray", ["7", "[1]", '{"id": "x"}', '{"rewards": [1]}', '{"id": 2}', "[" * 5000, "text"])
+STRAY = (
+    "7",
+    "[1]",
+    "text",
+    "[" * 5000,
+    '{"id": "x"}',
+    '{"rewards": [1]}',
+    '{"id": 2}',
+    '{"id": 2, "error": 7}',
+    '{"id": 2, "rewards": 7, "info": [{}]}',
+    '{"id": 2, "rewards": [1], "info": [{"metrics": 7}]}',
+    '{"id": 2, "error": "an answer with both", "rewards": 7}',
+)
+
+
+@pytest.mark.parametrize("stray", STRAY)
 def test_output_on_the_descriptor_of_the_answers_costs_one_reward(pool: MakePool, stray: str):
     """The user's code shares its process with that descriptor."""
     source = (
@@ -122,6 +137,32 @@ def test_output_on_the_descriptor_of_the_answers_costs_one_reward(pool: MakePool
     assert score(running, {"answer": ""})[0].reward == 1.0
     assert score(running, {"answer": stray})[0].failure
     assert score(running, {"answer": ""})[0].reward == 1.0
+
+
+def test_a_sample_that_no_question_can_hold_costs_one_reward(pool: MakePool):
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    rewards = pool(TRL + "    return [1.0 for _ in answer]\n")
+    assert score(rewards, {"answer": 1})[0].reward == 1.0
+    held, nested, plain = score(rewards, {"answer": 1}, {"answer": deep}, {"answer": 2})
+    assert held.reward == plain.reward == 1.0 and "is no JSON" in nested.failure
+
+
+def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_settings_at_once(pool: MakePool):
+    with pytest.raises(SettingError, match=r"reward\.path: .* cannot be loaded: ZeroDivisionError.*rewards\.py:1"):
+        score(pool("1 / 0\n"), {"answer": 1})
+
+
+def test_a_file_that_cannot_be_loaded_again_costs_one_reward(pool: MakePool, tmp_path: Path):
+    source = "import os\n" + TRL + "    return [1.0 if a else os._exit(3) for a in answer]\n"
+    rewards = pool(source)
+    assert score(rewards, {"answer": 1})[0].reward == 1.0
+    assert score(rewards, {"answer": 0})[0].failure
+    (tmp_path / "rewards.py").write_text("1 / 0\n")
+    assert "ZeroDivisionError" in score(rewards, {"answer": 1})[0].failure
+    (tmp_path / "rewards.py").write_text(source)
+    assert score(rewards, {"answer": 1})[0].reward == 1.0
 
 
 @pytest.mark.parametrize("note", ["deep(900)", "Bad()", "[float('nan')]"])
@@ -277,7 +318,7 @@ OWNER = """
 import sys, time
 from headrace.comm.recipe import RewardSettings
 from headrace.rollout.rewards.pool import RewardPool
-from headrace.rollout.rewards.process import ScoreRequest
+from headrace.rollout.rewards.calls import ScoreRequest
 rewards = RewardPool(RewardSettings(path=sys.argv[1] + ":reward")).start()
 rewards.submit(ScoreRequest(0, {"prompt": "p", "answer": 1}, "text", [1]))
 time.sleep(1000)

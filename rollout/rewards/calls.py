@@ -1,0 +1,92 @@
+"""What a rollout asks of its reward functions: samples, and the calls that score them together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ..user_code.host import UserCall
+
+LARGEST = 3.4e38
+"""Largest reward in size: a row stores it in 32 bits."""
+
+
+@dataclass(slots=True)
+class ScoreRequest:
+    """A trajectory to score, then its reward or failure. `key` is the caller's, `row` is the data set's."""
+
+    key: Any
+    row: dict[str, Any]
+    completion: str | list[dict[str, Any]]
+    """Text, or the messages of several turns."""
+    completion_ids: list[int]
+    version: int = 0
+    """The version of the weights that drew its first token."""
+    reward: float | None = None
+    failure: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """`metrics`: numbers to average over a step, each function's reward among them; `extra`: other notes on the sample."""
+
+
+Unit = list[ScoreRequest]
+"""Samples that are scored by one call: a single one, or a group."""
+
+
+class _Info(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    metrics: dict[str, float] = {}
+    extra: dict[str, Any] = {}
+
+
+class _Answer(msgspec.Struct):
+    rewards: list[float | None] = []
+    info: list[_Info] = []
+    error: str = ""
+    is_misuse: bool = False
+    """The function does what no function may."""
+
+
+@dataclass(slots=True, eq=False)
+class RewardCall(UserCall):
+    """Samples that are asked for together."""
+
+    units: list[Unit]
+    misuse: str = ""
+
+    @property
+    def items(self) -> list[ScoreRequest]:
+        """The samples of all units."""
+        return [item for unit in self.units for item in unit]
+
+    def question(self) -> dict[str, Any]:
+        items = self.items
+        columns = {name for item in items for name in item.row} - {"prompt"}
+        return {
+            "step": max(item.version for item in items),
+            "prompts": [item.row["prompt"] for item in items],
+            "completions": [_as_message(item) for item in items],
+            "completion_ids": [item.completion_ids for item in items],
+            "columns": {name: [item.row.get(name) for item in items] for name in sorted(columns)},
+        }
+
+    def settle(self, answer: dict[str, Any]) -> "Sequence[RewardCall]":
+        items, found = self.items, msgspec.convert(answer, _Answer)
+        if found.error and not found.is_misuse and len(self.units) > 1:
+            return [RewardCall([unit]) for unit in self.units]
+        if found.error:
+            found.rewards, found.info = [None] * len(items), [_Info()] * len(items)
+        if not len(found.rewards) == len(found.info) == len(items):
+            raise ValueError("an answer for other samples")
+        for item, reward, info in zip(items, found.rewards, found.info, strict=True):
+            is_usable = reward is not None and abs(reward) <= LARGEST  # not so for NaN
+            item.reward, item.info = reward if is_usable else None, msgspec.to_builtins(info)
+            item.failure = found.error or ("" if is_usable else f"the reward function returned {reward}")
+        self.misuse = found.error if found.is_misuse else ""
+        return []
+
+
+def _as_message(item: ScoreRequest) -> str | list[dict[str, Any]]:
+    """A completion in the form of its prompt: text for text, chat messages for chat messages."""
+    if isinstance(item.row["prompt"], str) or not isinstance(item.completion, str):
+        return item.completion
+    return [{"role": "assistant", "content": item.completion}]
