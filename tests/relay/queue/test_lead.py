@@ -13,8 +13,8 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.virtual.run import VirtualRun
 from headrace.relay.journal.journal import replay
 from headrace.rollout.generators import emulated
-from headrace.rollout.rewards.emulated import EmulatedRewards
 from headrace.rollout.rewards.calls import ScoreRequest
+from headrace.rollout.rewards.emulated import EmulatedRewards
 
 STEPS, GROUPS, SAMPLES = 20, 32, 2
 
