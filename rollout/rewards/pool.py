@@ -33,7 +33,7 @@ class RewardPool(UserCodePool[RewardCall]):
     def __init__(self, settings: RewardSettings, max_steps: int = 0) -> None:
         functions = settings.functions
         weights = settings.weights or [1.0] * len(functions)
-        given = {"functions": functions, "weights": weights, "max_steps": max_steps}
+        given = {"functions": functions, "weights": weights, "max_steps": max_steps, "timeout_s": settings.timeout_s}
         super().__init__("reward", ", ".join(functions.values()), settings, given, has_beats=False)
         self._todo: queue.Queue[Unit] = queue.Queue()
         self._unscored: list[dict[str, Any]] = []

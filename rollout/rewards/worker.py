@@ -1,7 +1,7 @@
 """The process that runs a user's reward functions: it imports neither torch nor other heavy modules.
 
 Functions run in the main thread, one question after the other. Async ones run in one event loop in another thread, so that the
-answer to one question does not wait for that to another.
+answer to one question does not wait for that to another; they have their deadline here, which costs no other call.
 """
 
 import asyncio
@@ -21,9 +21,10 @@ _READY = "headrace.rollout.rewards.ready"
 class RewardSum:
     """The weighted sum of reward functions. `answer` calls its second argument with the answer, from whichever thread has it."""
 
-    def __init__(self, functions: list[RewardFunction], weights: list[float]) -> None:
+    def __init__(self, functions: list[RewardFunction], weights: list[float], timeout_s: float) -> None:
         self._functions = functions
         self._weights = weights
+        self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
         self.has_async = any(function.is_async for function in functions)
         self.is_async = all(function.is_async for function in functions)
@@ -56,7 +57,13 @@ class RewardSum:
         begun.add_done_callback(lambda ended: None if ended.cancelled() else finish(ended))
 
     async def _score_async(self, batch: dict[str, Any]) -> list[Scores]:
-        return await asyncio.gather(*(each.score_async(batch) for each in self._functions if each.is_async))
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await asyncio.gather(*(each.score_async(batch) for each in self._functions if each.is_async))
+        except TimeoutError:
+            if not limit.expired():  # it is the user's
+                raise
+            raise TimeoutError(f"no answer within reward.timeout_s={self._timeout_s:g}") from None
 
     def _combined(self, scores: list[Scores], async_scores: list[Scores]) -> dict[str, Any]:
         parts = [iter(scores), iter(async_scores)]
@@ -86,7 +93,8 @@ def main() -> None:
     channel = Channel(default=str)
     settings = channel.settings
     with channel.loading():
-        rewards = RewardSum(load_functions(settings["functions"], settings["max_steps"]), settings["weights"])
+        functions = load_functions(settings["functions"], settings["max_steps"])
+        rewards = RewardSum(functions, settings["weights"], settings["timeout_s"])
     rewards.start()
     channel.write(0, {"is_async": rewards.is_async})
     for line in channel.questions:

@@ -1,7 +1,7 @@
 """A thread with one process of user code: it asks by JSON lines, and each call is answered or fails.
 
-A call that is late or kills the process fails. When a process dies, its other calls go to the next one: all together if the process
-has said that they are not to blame, else in halves, until the call that kills it is alone and fails.
+When a process dies, or does not answer in time, its calls go to the next one: all together if the process has said that they are not
+to blame, else in halves, until the call that is to blame is alone and fails.
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -26,8 +26,8 @@ from ...relay.dataset.rows import is_too_deep
 
 log = logging.getLogger(__name__)
 
-STARTUP_S, SILENCE_S, CLOSE_S, KILL_S, EXIT_GRACE_S = 60.0, 30.0, 10.0, 30.0, 1.0
-"""Longest time until a process is ready, without a word of one that has beats (beside the section's `timeout_s`), until it has closed what
+STARTUP_S, SILENCE_S, LATE_S, CLOSE_S, KILL_S, EXIT_GRACE_S = 60.0, 30.0, 1.0, 10.0, 30.0, 1.0
+"""Longest time until a process is ready, without a word of one that has beats (beside the section's `timeout_s`), from a call's deadline to the process's own word of that, until it has closed what
 it holds at the end of the run, until its guardian has ended it, and between the end of its output and its own."""
 BUSY_S, IDLE_S = 0.005, 0.02
 """Longest wait of the thread at a time, with and without open calls."""
@@ -129,7 +129,7 @@ class UserCodeHost(Generic[C]):
         if self._process is None and (problem := self._start()):
             self._settle(call, {"error": problem})
             return
-        call.deadline = math.inf if self.ready is None else time.monotonic() + self._call_s
+        call.deadline = math.inf if self.ready is None else time.monotonic() + self._call_s + LATE_S
         self.open[self._last_id] = call
         self._unsent += line
 
@@ -180,8 +180,8 @@ class UserCodeHost(Generic[C]):
 
     def _look_at_clock(self) -> None:
         now = time.monotonic()
-        if late := {number for number, call in self.open.items() if call.deadline <= now}:
-            self._replace(f"no answer within {self._kind}.timeout_s={self._call_s:g}", late)
+        if any(call.deadline <= now for call in self.open.values()):
+            self._replace(f"no answer within {self._kind}.timeout_s={self._call_s:g}")
         elif now - self._heard_at > (STARTUP_S if self.ready is None else self._silence_s):
             self._replace(f"the {self._kind} process does not answer")
 
@@ -211,11 +211,11 @@ class UserCodeHost(Generic[C]):
         self._is_innocent |= "restart" in word
         if self.ready is None and error:
             self.broken = error
-            self._replace(error, set(self.open))
+            self._replace(error)
         elif self.ready is None:
             self.ready = word
             for call in self.open.values():
-                call.deadline = time.monotonic() + self._call_s
+                call.deadline = time.monotonic() + self._call_s + LATE_S
 
     def _settle(self, call: C, answer: dict[str, Any]) -> None:
         if alone := call.settle(answer):
@@ -224,16 +224,14 @@ class UserCodeHost(Generic[C]):
         else:
             self._done.put(call)
 
-    def _replace(self, problem: str, guilty: Collection[int] = ()) -> None:
-        """End the process: guilty calls have failed, and so has one that was alone with it; the others are asked again."""
+    def _replace(self, problem: str) -> None:
+        """End the process: a call that was alone with it has failed; others are asked again."""
         asked, self.open = self.open, {}
         is_innocent = self._is_innocent
         log.warning("%s: %s; %d calls were open", self.thread.name, problem, len(asked))
         self._end()
         if len(asked) == 1 and not is_innocent:
-            guilty = set(asked)
-        for number in guilty:
-            self._settle(asked.pop(number), {"error": problem})
+            self._settle(asked.popitem()[1], {"error": problem})
         wanted = [call for call in asked.values() if not call.is_dropped]
         if is_innocent:
             self.waiting.extend(wanted)

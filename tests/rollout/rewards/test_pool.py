@@ -410,6 +410,27 @@ def test_an_async_reward_that_ends_the_process_costs_only_itself(pool: MakePool)
     assert done[1].failure == "the reward process ended with 3"
 
 
+def test_an_async_reward_that_hangs_costs_only_itself_and_no_other_is_asked_again(pool: MakePool, tmp_path: Path):
+    note = f"    open({str(tmp_path / 'calls')!r}, 'a').write('x')\n"
+    source = (
+        "import asyncio\nasync def reward(answer):\n" + note + "    await asyncio.sleep(answer[0])\n    return [1.0]\n"
+    )
+    rewards = pool(source, timeout_s=3.0)
+    assert score(rewards, {"answer": 0})[0].reward == 1.0
+    hung, *others = score(rewards, {"answer": 1000}, *[{"answer": 0.5}] * 7)
+    assert "reward.timeout_s=3" in hung.failure and [item.reward for item in others] == [1.0] * 7
+    assert score(rewards, {"answer": 0})[0].reward == 1.0
+    assert (tmp_path / "calls").read_text() == "x" * 10
+
+
+def test_an_async_reward_that_blocks_the_others_costs_only_itself(pool: MakePool):
+    source = "import time\nasync def reward(answer):\n    time.sleep(answer[0])\n    return [1.0]\n"
+    rewards = pool(source, timeout_s=2.0)
+    assert score(rewards, {"answer": 0})[0].reward == 1.0
+    done = score(rewards, *[{"answer": answer} for answer in (0, 1000, 0, 0)])
+    assert [item.reward for item in done] == [1.0, None, 1.0, 1.0] and "reward.timeout_s=2" in done[1].failure
+
+
 def test_a_large_answer_and_a_large_question_pass_each_other(pool: MakePool):
     source = """
 import threading, time
