@@ -57,8 +57,9 @@ class RewardSum:
         begun.add_done_callback(lambda ended: None if ended.cancelled() else finish(ended))
 
     async def _score_async(self, batch: dict[str, Any]) -> list[Scores]:
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with limit:
                 return await asyncio.gather(*(each.score_async(batch) for each in self._functions if each.is_async))
         except TimeoutError:
             if not limit.expired():  # it is the user's
