@@ -1,4 +1,4 @@
-"""Threads, their queues, and the time of waits: Python's own, or those of a simulation in virtual time (`launch/virtual`).
+"""Threads, their queues, and the time of waits: Python's own, or those of a simulation in virtual time (`launch/lab/virtual`).
 
 Code that waits takes them from here. A simulation then runs it as it is, one thread at a time, in an order that it can repeat.
 """

@@ -1,4 +1,4 @@
-"""The command line: recipes, placement, supervisors and reports.
+"""The command line: recipes, placement, supervisors, reports and the lab.
 
 Invariant: a mistake in the settings ends with one message that names the setting and exit code 2.
 Start reading at `run.py`, then `processes/supervisor.py` and `config/load.py`.

@@ -64,7 +64,7 @@ class LoadTotals:
         self.idle_since = math.inf
 
     def counters(self, generator: "Generator") -> dict[str, float]:
-        """The measured terms of a step, and what they are to explain: for the trace, from which `launch/plan` reads them."""
+        """The measured terms of a step, and what they are to explain: for the trace, from which `launch/lab/plan.py` reads them."""
         fixed_s, trajectory_s, token_s = self.curve.terms()
         return {
             "kv_tokens": generator.kv_capacity, "kv_token_bytes": generator.kv_token_bytes, "steps": self.num_steps,

@@ -24,7 +24,7 @@ from mutate import Tree
 from support.histories import HISTORIES, History
 from support.mutations import Mutation, mutations
 
-_FILE = "tests/launch/test_simulation.py"
+_FILE = "tests/launch/lab/test_simulation.py"
 
 
 def main(words: list[str]) -> int:

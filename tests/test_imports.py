@@ -38,6 +38,7 @@ FOLDERS = (
     ("launch.config", "launch.processes"),
 )
 """Folders of one floor, lowest first."""
+LAB = "launch.lab"
 MAX_CHAIN = 10
 
 
@@ -65,6 +66,13 @@ def test_a_folder_imports_nothing_of_the_folders_above_it(order: tuple[str, ...]
                 target for target in graph[name] if f"{target}.".startswith(tuple(f"{f}." for f in order[index + 1 :]))
             }
             assert not above, f"{name} -> {above}"
+
+
+def test_no_other_folder_imports_the_lab():
+    """A recipe that names an emulated engine loads it by its path."""
+    graph = import_graph(ast.walk)
+    for name in (name for name in graph if not name.startswith(LAB)):
+        assert not [target for target in graph[name] if target.startswith(LAB)], name
 
 
 def test_the_product_imports_nothing_of_the_tests():

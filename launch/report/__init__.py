@@ -1,5 +1,5 @@
-"""Reports: the summary and the timeline of a run, and the figures and plots of a comparison.
+"""Reports: the summary, the timeline and the peak memory of a run.
 
 Invariant: a report reads the run folder only; it never talks to a running process.
-Start reading at `summary.py`, then `figures.py`.
+Start reading at `summary.py`, then `timeline.py`.
 """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
-    "emulated": ".emulated:EmulatedGenerator",
+    "emulated": "headrace.launch.lab.emulated.generator:EmulatedGenerator",
     "transformers": ".transformers:TransformersGenerator",
 }
 """Classes, called with (fleet, recipe)."""

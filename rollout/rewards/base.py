@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
+from ...comm.plugins import load_object
 from ...comm.recipe import Recipe
 from .calls import ScoreRequest
-from .emulated import EmulatedRewards
 from .pool import RewardPool
 
 
@@ -27,5 +27,5 @@ class Rewards(Protocol):
 def open_rewards(recipe: Recipe) -> Rewards:
     """The reward functions in processes of their own. Emulated trajectories have no text that they could score."""
     if recipe.rollout.engine == "emulated":
-        return EmulatedRewards()
+        return load_object("rollout.engine", "headrace.launch.lab.emulated.rewards:EmulatedRewards")()
     return RewardPool(recipe.reward, recipe.run.steps).start()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.harness import ENVIRONMENT, HEADING, Measurement, Options, Work, line, medians
 
-from headrace.launch.report.measurement import write_measurements
+from headrace.launch.lab.measurement import write_measurements
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
 from headrace.comm.waits import waiting
 from headrace.launch.config.load import read_recipe, save_recipe
+from headrace.launch.lab.experiment import OwnCpu, busy_and_all, exit_code
 from headrace.launch.processes.child import Child, describe_exit, print_message
 from headrace.launch.recipes import addition, step_speed
-from headrace.launch.report.experiment import OwnCpu, busy_and_all, exit_code
 from headrace.relay.checkpoints import CheckpointFolder
 
 from .curve_report import Cell, write_report

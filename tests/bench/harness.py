@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.waits import waiting
-from headrace.launch.report.measurement import Measurement
+from headrace.launch.lab.measurement import Measurement
 
 _TESTS = str(Path(__file__).resolve().parents[1])
 _PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", _TESTS)]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.launch.lab.experiment import CpuMonitor
 from headrace.launch.processes.child import print_message
-from headrace.launch.report.experiment import CpuMonitor
 
 from .harness import Measurement, Options, medians
 from .recipes import count_word

@@ -10,10 +10,11 @@ import pytest
 from support.slurm import free_ports
 
 from headrace.comm.environment import ADDRESS_FILE
-from headrace.launch import audit, compare, ctl, plan, quickstart, run
+from headrace.launch import audit, ctl, quickstart, run
+from headrace.launch.lab import compare, plan
 from headrace.launch.processes.secret import SECRET_FILE
 
-EMULATED = Path(run.__file__).parent / "recipes" / "emulated-16.yaml"
+EMULATED = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
 
 
 def environment() -> dict[str, str]:

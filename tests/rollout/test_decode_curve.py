@@ -6,8 +6,8 @@ import random
 import pytest
 
 from headrace.comm.recipe import EmulatedSettings
+from headrace.launch.lab.emulated.device import EmulatedDevice
 from headrace.rollout.decode_curve import MIN_STEPS, DecodeCurve
-from headrace.rollout.generators.emulated_device import EmulatedDevice
 from headrace.rollout.load_report import LoadTotals
 
 TRUTH = (4e-3, 2e-5, 3e-8)

@@ -13,7 +13,10 @@ from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
 from ..step_stats import StepStats
 
-_LEARNERS = {"builtin": ".builtin:ActorLearner", "emulated": ".emulated:EmulatedLearner"}
+_LEARNERS = {
+    "builtin": ".builtin:ActorLearner",
+    "emulated": "headrace.launch.lab.emulated.learner:EmulatedLearner",
+}
 """Classes, called with (fleet, recipe)."""
 
 

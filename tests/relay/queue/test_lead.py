@@ -10,11 +10,11 @@ import pytest
 
 from headrace.comm.recipe import EmulatedSettings
 from headrace.launch.config.load import read_recipe
-from headrace.launch.virtual.run import VirtualRun
+from headrace.launch.lab.emulated import generator as emulated
+from headrace.launch.lab.emulated.rewards import EmulatedRewards
+from headrace.launch.lab.virtual.run import VirtualRun
 from headrace.relay.journal.journal import replay
-from headrace.rollout.generators import emulated
 from headrace.rollout.rewards.calls import ScoreRequest
-from headrace.rollout.rewards.emulated import EmulatedRewards
 
 STEPS, GROUPS, SAMPLES = 20, 32, 2
 

@@ -1,0 +1,211 @@
+"""A generator on an emulated device: `rollout.engine=emulated`. Time passes and tokens are counted; nothing is computed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ....comm.clock import Clock
+from ....comm.fleet import Fleet
+from ....comm.recipe import Recipe
+from ....comm.trace import write_lag
+from ....relay.weights.layout import Layout
+from ....relay.weights.pinned import host_buffer
+from ....relay.weights.reader import WeightReader
+from ....relay.weights.slots import Receipt
+from ....rollout.engine.sampling import SamplingParams
+from ....rollout.engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+from .device import EmulatedDevice, EmulatedSequence, response_length
+from .transfer import EmulatedTransfer, dummy_weights
+
+
+class Reader(Protocol):
+    """The end of the weights' way, as `WeightReader` is one."""
+
+    def newest(self) -> int | None: ...
+
+    def pull(self, into: np.ndarray, deadline_s: float) -> Receipt: ...
+
+    def pull_version(self, version: int, into: np.ndarray) -> Receipt: ...
+
+    def close(self) -> None: ...
+
+
+class EmulatedWeights:
+    """A small buffer that is really pulled; a version is available once it would have passed the chain of relays."""
+
+    def __init__(self, reader: Reader, layout: Layout, clock: Clock, chain_s: float) -> None:
+        self.version = -1
+        self._reader = reader
+        self._buffer = host_buffer(layout.num_bytes)
+        self._clock = clock
+        self._chain_s = chain_s
+        self._pending: dict[int, float] = {}
+        """Versions on their way, with the time at which each becomes available."""
+        self._newest = -1
+
+    @property
+    def next_at(self) -> float:
+        """When the next version on its way becomes available; infinite without one."""
+        return min(self._pending.values(), default=math.inf)
+
+    def newest(self) -> int:
+        shown, now = self._reader.newest(), self._clock.now()
+        if shown is not None and shown > self._newest:
+            self._pending.setdefault(shown, now + self._chain_s)
+        self._newest = max([self._newest, *(version for version, at in self._pending.items() if at <= now)])
+        self._pending = {version: at for version, at in self._pending.items() if at > now}
+        return self._newest
+
+    def pull(self, deadline_s: float, version: int | None = None) -> Receipt:
+        """The newest version, or the one that is named."""
+        if version is None:
+            receipt = self._reader.pull(self._buffer, deadline_s)
+        else:
+            receipt = self._reader.pull_version(version, self._buffer)
+        self.version = receipt.version
+        self._newest = max(self._newest, receipt.version)
+        return receipt
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class EmulatedGenerator:
+    """An emulated device, a clock, and small weights."""
+
+    can_migrate = True
+    can_stream = False
+    """Its tokens are zeros and not worth keeping. A simulation turns this on, to test the partial pool."""
+    num_prefilled = num_found = 0
+
+    def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, reader: Reader | None = None) -> None:
+        self.settings = e = recipe.emulated
+        self.seed = recipe.run.seed
+        self.clock = clock or Clock(e.speed)
+        self.transfer = EmulatedTransfer(e, recipe.run.schedule)
+        layout = Layout.of(dummy_weights(e), torch.float32)
+        reader = reader or WeightReader(fleet, layout, recipe.comm)
+        self.weights = EmulatedWeights(reader, layout, self.clock, self.transfer.chain_s)
+        self.device = EmulatedDevice(e, recipe.generator.max_running)
+        self.context = 1 << 30
+        self.kv_capacity = e.kv_tokens
+        self.kv_token_bytes = e.kv_token_bytes
+        self.lag_s = 0.0
+        self._run_dir, self._name = Path(recipe.run.dir), fleet.name
+        """The largest delay of this process behind its device so far, in emulated seconds."""
+        self._until = self.clock.now()
+        """Time at which the device finishes its present work."""
+        self._params: dict[int, SamplingParams] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self.device.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.device.waiting)
+
+    @property
+    def num_recomputed(self) -> int:
+        return self.device.num_recomputed
+
+    @property
+    def idle(self) -> bool:
+        return not (self.device.running or self.device.waiting)
+
+    @property
+    def kv_load(self) -> int:
+        return self.device.load
+
+    def prompt_ids(self, row: dict[str, Any]) -> list[int]:
+        return [0] * self.settings.prompt_tokens
+
+    def add_group(self, prompt_ids: list[int], params: SamplingParams, trajectory_ids: Sequence[int]) -> None:
+        self._start_if_idle()
+        sequences = [self._sequence(number, len(prompt_ids), params) for number in trajectory_ids]
+        sequences[0].num_missing = len(prompt_ids)  # the group prefills its prompt once
+        self.device.add(sequences)
+
+    def step(self) -> list[Completion]:
+        """Run `emulated.stretch` decode steps; returns at the time when they end."""
+        before = self.device.seconds
+        finished = self.device.advance(self.settings.stretch)
+        self._sleep_for(self.device.seconds - before)
+        return [self._completion(sequence) for sequence in finished]
+
+    def unfinished(self) -> list[SequenceProgress]:
+        device = self.device
+        unfinished = (*device.running.values(), *device.waiting)
+        return [SequenceProgress(sequence.trajectory_id, device.num_tokens(sequence)) for sequence in unfinished]
+
+    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+        parts: list[SequencePart] = []
+        for sequence in (*self.device.running.values(), *self.device.waiting):
+            num_new = self.device.num_tokens(sequence) - sequence.num_prompt - counts.get(sequence.trajectory_id, 0)
+            prompt, tokens = [0] * sequence.num_prompt, [0] * num_new
+            parts.append(SequencePart(sequence.trajectory_id, 0, prompt, tokens, [0.0] * num_new))
+        return parts
+
+    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
+        self._start_if_idle()
+        self.device.recompute()
+        receipt = self.weights.pull(deadline_s, version)
+        self._sleep_for(self.transfer.pull_s)
+        return receipt
+
+    def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:
+        """The exported cache is a tensor of one number."""
+        states: list[SequenceState] = []
+        for number in trajectory_ids:
+            sequence = self.device.remove(number)
+            if sequence is None:
+                continue
+            cache = torch.zeros(1) if with_cache and not sequence.num_missing else None
+            prompt, tokens, logprobs = _content(sequence)
+            states.append(SequenceState(number, 0, self._params.pop(number), prompt, tokens, logprobs, cache))
+        return states
+
+    def import_sequences(self, states: Sequence[SequenceState]) -> None:
+        """The keys and values of a sequence arrive beside decoding, or are computed again."""
+        self._start_if_idle()
+        for state in states:
+            sequence = self._sequence(state.trajectory_id, len(state.prompt_ids), state.params)
+            sequence.num_new = len(state.token_ids)
+            if state.cache is not None:
+                self.device.receive(sequence)
+            else:
+                sequence.num_missing = sequence.num_tokens
+                self.device.add([sequence])
+
+    def close(self) -> None:
+        write_lag(self._run_dir, self._name, self.lag_s)
+        self.weights.close()
+
+    def _sequence(self, number: int, num_prompt: int, params: SamplingParams) -> EmulatedSequence:
+        self._params[number] = params
+        limit = response_length(self.seed, number, self.settings, params.max_new_tokens)
+        return EmulatedSequence(number, num_prompt, limit)
+
+    def _completion(self, sequence: EmulatedSequence) -> Completion:
+        params = self._params.pop(sequence.trajectory_id)
+        reason = "length" if sequence.num_new >= params.max_new_tokens else "stop"
+        return Completion(sequence.trajectory_id, *_content(sequence), reason)
+
+    def _start_if_idle(self) -> None:
+        """Let an idle device begin its next work now."""
+        if self.idle:
+            self._until = self.clock.now()
+
+    def _sleep_for(self, seconds: float) -> None:
+        """Return after `seconds` more of the device's own time, so that one late wake-up delays no later step."""
+        self._until += seconds
+        self.lag_s = max(self.lag_s, self.clock.sleep_until(self._until))
+
+
+def _content(sequence: EmulatedSequence) -> tuple[list[int], list[int], list[float]]:
+    """Prompt tokens, response tokens and log-probabilities: zeros of the right lengths."""
+    return [0] * sequence.num_prompt, [0] * sequence.num_new, [0.0] * sequence.num_new

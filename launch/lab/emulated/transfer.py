@@ -1,0 +1,27 @@
+"""The weights of an emulated policy: a small buffer that really travels, and the seconds that real weights would take."""
+
+import torch
+from torch import Tensor
+
+from ....comm.recipe import EmulatedSettings
+from ....relay.queue.schedules import SCHEDULES
+
+
+class EmulatedTransfer:
+    """Seconds that a version takes on each part of its way: by relays, or by a broadcast to all."""
+
+    def __init__(self, settings: EmulatedSettings, schedule: str) -> None:
+        if settings.colocated:
+            self.push_s, self.chain_s, self.pull_s = 0.0, 0.0, settings.weights_gb / settings.reshard_gb_s
+        elif SCHEDULES[schedule].broadcasts:
+            broadcast_s = settings.weights_gb / settings.broadcast_gb_s
+            self.push_s, self.chain_s, self.pull_s = broadcast_s, 0.0, broadcast_s
+        else:
+            self.push_s = settings.weights_gb / settings.push_gb_s
+            self.chain_s = settings.weights_gb / settings.chain_gb_s
+            self.pull_s = settings.weights_gb / settings.gpus_per_rollout / settings.pull_gb_s
+
+
+def dummy_weights(settings: EmulatedSettings) -> dict[str, Tensor]:
+    """The small buffer that is really pushed and pulled."""
+    return {"weights": torch.zeros(settings.buffer_kb * 256, dtype=torch.float32)}

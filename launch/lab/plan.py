@@ -1,0 +1,265 @@
+"""Plans a run: simulates splits of its devices in virtual time, and proposes the fastest.
+
+    python -m headrace.launch.lab plan RECIPE.yaml [KEY=VALUE ...] [--from RUN] [--gpus N] [--steps N] [--runs N]
+
+The devices are those of the finished run RUN, of a short warm-up run of RECIPE, or RECIPE's own if it emulates them. After a
+measured run it also prints what the simulation predicts for the run's own split beside what was measured. docs/planner.md
+explains the figures.
+"""
+
+import argparse
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from ...comm.errors import SettingError
+from ...comm.recipe import Recipe
+from ...trainer.policy.checkpoint_files import find_checkpoint
+from ..config.checks import is_emulated
+from ..config.gpus import Gpus
+from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
+from ..config.memory_plan import MemoryPlan
+from ..config.model_files import read_config
+from ..placement import count_ranks, place_ranks
+from .devices import Devices
+from .experiment import Experiment, exit_code
+from .figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
+from .profile import emulated_recipe, measured_part, profile_of, relay_seconds
+from .tuning import Knobs, climb
+
+WARM_UP = {"run.steps": 20, "optimizer.lr_schedule": "constant", "optimizer.min_lr_ratio": 0}
+"""Settings of a warm-up run: so few steps have no room for the schedule of a long run."""
+MOST_STEPS = 24
+"""Steps of a simulated run, unless the recipe has fewer."""
+LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS + 1
+WORTH = 1.01
+"""Gain in tokens/s from which on a larger micro-batch is proposed."""
+RELAY_BUSY = 0.5
+"""Share of its time from which on a relay, which computes on one processor, is taken for too busy."""
+
+
+@dataclass(slots=True)
+class Simulation:
+    """Simulated runs of some devices; a run that was simulated before is read again."""
+
+    devices: Devices
+    experiment: Experiment
+
+    @staticmethod
+    def of(devices: Devices, home: Path) -> "Simulation":
+        """Its runs are under `home`, in a folder for these devices."""
+        text = recipe_yaml(devices.recipe)
+        folder = home / f"{zlib.crc32(text.encode()):08x}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "devices.yaml").write_text(text, encoding="utf-8")
+        return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder, is_virtual=True, draws=False))
+
+    def figures(self, knobs: Knobs, times: int = 1) -> Figures:
+        """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
+        recipe, train_gpus = self.devices.recipe, self.devices.train_gpus(knobs)
+        micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // recipe.emulated.train_gpus)
+        settings = {**knobs.settings, "emulated.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
+        folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
+        return self.experiment.run(folder, settings).figures
+
+    def best(self, budget: int) -> Knobs:
+        """The fastest knobs that a climb of at most `budget` runs finds from the balanced ones."""
+        start = self.devices.balanced
+        return climb(start, self.devices.ladders(start), lambda knobs: self.figures(knobs).tokens_per_s, budget)
+
+    def micro_batches(self, knobs: Knobs, most: float) -> int:
+        """How many times as large micro-batches should be: doubled, up to `most` times, as long as that gains 1 % in tokens/s."""
+        times, costs_time = 1, self.devices.recipe.emulated.micro_batch_s > 0
+        while costs_time and 2 * times <= most:
+            if self.figures(knobs, 2 * times).tokens_per_s < WORTH * self.figures(knobs, times).tokens_per_s:
+                break
+            times *= 2
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredJob:
+    """The recipe of a job on devices that were measured, and the work of the relays in the measured run."""
+
+    recipe: Recipe
+    relay_s: float
+    """Seconds of a processor that the relays together took for a token."""
+    measured_relays: int = 1
+    """Relays of the measured run, one on each of its hosts at least by default."""
+
+    @property
+    def num_relays(self) -> int:
+        """The recipe's number of relays; null has that of the measured run."""
+        return self.recipe.roles.relay or self.measured_relays
+
+    def with_split(self, devices: Devices, knobs: Knobs) -> Recipe:
+        roles = structs.replace(
+            self.recipe.roles, actor=devices.train_gpus(knobs), rollout=knobs.rollouts * self.recipe.rollout.tp
+        )
+        return structs.replace(self.recipe, roles=roles)
+
+    def relays(self, tokens_per_s: float) -> tuple[int, float]:
+        """How many relays are enough, and the share of its time that each of the present ones is busy.
+
+        Beside another relay each row has a second copy, so the second one doubles the work. Never fewer than the present ones.
+        """
+        num, one_copy = self.num_relays, self.relay_s * tokens_per_s / min(self.measured_relays, 2)
+        busy = one_copy * min(num, 2) / num
+        return num if busy <= RELAY_BUSY else max(2, math.ceil(2 * one_copy / RELAY_BUSY)), busy
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns the exit code: 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser("python -m headrace.launch.lab plan", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("recipe", help="a recipe")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the recipe")
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="folder of a finished run to measure")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to divide; default: the recipe's")
+    parser.add_argument("--steps", type=int, metavar="N", help=f"steps of a simulated run; at most {MOST_STEPS} else")
+    parser.add_argument("--runs", type=int, default=24, metavar="N", help="most simulated runs (24)")
+    arguments = parser.parse_intermixed_args(words)
+    return exit_code(lambda: plan(read_recipe(arguments.recipe, arguments.overrides), arguments))
+
+
+def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
+    """Measure, simulate and print. Raises `SettingError`."""
+    steps = min(recipe.run.steps, MOST_STEPS) if arguments.steps is None else arguments.steps
+    if steps < LEAST_STEPS or arguments.runs < 1:
+        raise SettingError(f"--steps (or run.steps): at least {LEAST_STEPS}, to be measured; --runs: at least 1")
+    home, run = Path(f"{recipe.run.dir}-plan"), arguments.run
+    if run is None and not is_emulated(recipe):
+        warm_up = Experiment(arguments.recipe, arguments.overrides, home, draws=False)
+        run = Path(warm_up.run("warm-up", WARM_UP).folder)
+    job: MeasuredJob | None = None
+    if run is not None:
+        measured = _recipe_of(run)
+        own = _emulated(measured, run, measured, steps)
+        if is_emulated(measured) != is_emulated(recipe):
+            raise SettingError("--from: of recipe and run only one emulates its devices")
+        simulation = Simulation.of(Devices.of(own), home)
+        predicted = simulation.figures(simulation.devices.own)
+        print("\n".join(comparison(predicted, measured_figures(run, own), simulation.devices)), flush=True)
+        if not is_emulated(recipe):
+            job = MeasuredJob(recipe, relay_seconds(run, measured), measured.roles.relay or 1)
+        recipe = _emulated(recipe, run, measured, steps)
+    else:
+        recipe = structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
+    simulation = Simulation.of(Devices.of(recipe, arguments.gpus), home)
+    print("\n".join(proposal(simulation, simulation.best(arguments.runs), job)))
+
+
+def _recipe_of(run: Path) -> Recipe:
+    """The recipe of a run folder; raises `SettingError` without one."""
+    if not (run / CONFIG_FILE).exists():
+        raise SettingError(f"--from: {run} has no {CONFIG_FILE}; name the folder of a finished run")
+    return read_recipe(run / CONFIG_FILE)
+
+
+def _emulated(recipe: Recipe, run: Path, measured: Recipe, steps: int) -> Recipe:
+    """A recipe on the devices that `run` measured; those of an emulated run are known."""
+    if is_emulated(measured):
+        devices = structs.replace(measured.emulated, train_gpus=recipe.emulated.train_gpus)
+        recipe = structs.replace(recipe, emulated=devices)
+    else:
+        recipe = emulated_recipe(recipe, profile_of(run, measured))
+    return structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
+
+
+def measured_figures(run: Path, own: Recipe) -> Figures:
+    """The figures of a finished run."""
+    timeline, window = measured_part(run)
+    return figures_of(run, timeline, window, own.emulated.prefill_us * 1e-6)
+
+
+def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Iterator[str]:
+    """The prediction for a run's own split beside the run."""
+    yield f"{_split(devices, devices.own)}: predicted and measured"
+    of_run, of_plan = _cells(measured), _cells(predicted)
+    yield from _table({name: (of_plan[name], of_run[name]) for name in of_run}, ("predicted", "measured"))
+    yield f"predicted over measured tokens/s: {predicted.tokens_per_s / measured.tokens_per_s:.3f}"
+    yield ""
+
+
+def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> Iterator[str]:
+    """The proposed settings, and their figures beside those of the present split, where that is one of these devices."""
+    devices = simulation.devices
+    e, own = devices.recipe.emulated, devices.own
+    micro_tokens = (devices.recipe if job is None else job.recipe).optimizer.micro_batch
+    most = None if job is None else most_micro_tokens(job.with_split(devices, best))
+    times = simulation.micro_batches(best, math.inf if most is None else most / micro_tokens)
+    found = simulation.figures(best, times)
+    columns = {"proposed": _cells(found)}
+    if devices.train_gpus(own) == e.train_gpus:
+        columns["present"] = _cells(simulation.figures(own))
+    yield f"proposed for {devices.num_gpus} GPUs: {_split(devices, best)}"
+    yield from _table(
+        {name: tuple(cells[name] for cells in columns.values()) for name in columns["proposed"]}, [*columns]
+    )
+    relays = devices.recipe.roles.relay
+    weights_s = sum(e.weights_gb / speed for speed in (e.push_gb_s, e.chain_gb_s, e.pull_gb_s))
+    yield f"weights: the rollouts have a version {weights_s:.3g} s after its step, {weights_s / found.step_s:.1%} of a step"
+    if job is not None:
+        enough, busy = job.relays(found.tokens_per_s)
+        relays = enough if enough > job.num_relays else relays
+        yield f"relays: {job.num_relays}, busy {busy:.1%} of the time at that speed; needed: {enough}"
+        yield _micro_batch_line(e.micro_batch_s, found, most)
+    yield "settings: " + " ".join((
+        f"{'emulated.train_gpus' if job is None else 'roles.actor'}={devices.train_gpus(best)}",
+        f"roles.relay={msgspec.json.encode(relays).decode()}",
+        f"roles.rollout={best.rollouts * (1 if job is None else e.gpus_per_rollout)}",
+        f"generator.max_running={best.max_running}",
+        f"optimizer.micro_tokens={int(min(times * micro_tokens, math.inf if most is None else most))}",
+    ))  # fmt: skip
+
+
+def most_micro_tokens(recipe: Recipe) -> int | None:
+    """The largest micro-batch for which GPUs like this host's, one for each rank, have memory; None without GPUs or the policy here."""
+    gpus = Gpus.of_this_host()
+    if not gpus.gb:
+        return None
+    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp)
+    names = tuple(str(place.slot) for place in places if place.slot is not None)
+    try:
+        config = read_config(find_checkpoint(recipe.model.path))
+    except SettingError:
+        return None
+    return MemoryPlan.micro_tokens(recipe, config, places, Gpus(names, gpus.gb))
+
+
+def _micro_batch_line(micro_batch_s: float, figures: Figures, most: int | None) -> str:
+    room = "no GPU here tells the most tokens" if most is None else f"memory is enough for {most:,} tokens"
+    if not micro_batch_s:
+        return f"micro-batches: their number in a step tells no time of one beside its tokens; {room}"
+    share = figures.micro_batches * micro_batch_s / figures.step_s
+    return f"micro-batches: {micro_batch_s * 1e3:.3g} ms each beside their tokens, {share:.1%} of a step; {room}"
+
+
+def _split(devices: Devices, knobs: Knobs) -> str:
+    per_rollout = devices.recipe.emulated.gpus_per_rollout
+    relays = devices.recipe.roles.relay or "one a host"
+    return (
+        f"actor {devices.train_gpus(knobs)} : relay {relays} : rollout {knobs.rollouts} (x {per_rollout}), "
+        f"{knobs.max_running} trajectories each"
+    )
+
+
+def _cells(figures: Figures) -> dict[str, str]:
+    return {
+        "tokens/s": f"{figures.tokens_per_s:,.0f}",
+        "s/step": f"{figures.step_s:.3g}",
+        "staleness": f"{figures.mean_staleness:.2f}",
+        "idle trainer": f"{figures.idle_actor:.1%}",
+        "idle rollouts": f"{figures.idle_rollout:.1%}",
+        "latency, s": f"{figures.latency.mean:.3g}",
+        "micro-batches": f"{figures.micro_batches:.1f}",
+    }
+
+
+def _table(rows: Mapping[str, Sequence[str]], heads: Sequence[str]) -> Iterator[str]:
+    for name, cells in {"": heads, **rows}.items():
+        yield f"{name:14}" + "".join(f"{cell:>12}" for cell in cells)

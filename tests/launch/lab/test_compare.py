@@ -1,0 +1,327 @@
+"""Comparing schedules: figures from a run folder, the table and its rows, plots, and the command as a whole."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from support.closing import at_end
+from support.emulated_run import EMULATED
+from support.system import System
+
+from headrace.comm.clock import Clock
+from headrace.comm.errors import SettingError
+from headrace.comm.trace import Trace, longest_lag
+from headrace.comm.waits import waiting
+from headrace.launch.config.load import read_recipe
+from headrace.launch.lab import compare
+from headrace.launch.lab.compare import Variant, middle, rows_of, table, variants
+from headrace.launch.lab.experiment import CpuMonitor, Experiment, Result, busy_and_all
+from headrace.launch.lab.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
+from headrace.launch.lab.plots import draw_comparison, draw_gantt
+from headrace.launch.lab.scaling import curves_of, scaling_table
+from headrace.launch.lab.tuning import Knobs, key_of, read_tuned, save_tuned
+from headrace.launch.report.timeline import Span, Timeline
+from headrace.launch.run import prepare
+
+PATIENCE_S = 240.0
+RECIPE = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
+
+
+def result(tokens_per_s: float, *, cpu: float = 0.3, weight_wait_s: float = 10.0, kv_util: float = 0.5) -> Result:
+    figures = Figures(
+        tokens_per_s=tokens_per_s,
+        step_s=100.0,
+        idle_actor=0.1,
+        idle_rollout=0.2,
+        kv_util=kv_util,
+        recompute_share=0.1,
+        weight_wait_s=weight_wait_s,
+        latency=Latency(80.0, 300.0),
+        staleness={"0": 0.5, "2": 0.5},
+    )
+    return Result("runs/x", 8, 32, cpu, 0.2, figures)
+
+
+def generate(version: int, start: float, end: float) -> Span:
+    return Span("generate", start, end, {"version": version})
+
+
+def test_waiting_for_weights_lasts_from_the_end_of_one_version_until_the_next_generates():
+    spans = [
+        generate(0, 0, 100),
+        Span("idle", 100, 130, {"version": 0}),
+        Span("pull", 130, 131, {}),
+        generate(1, 135, 200),
+        Span("idle", 200, 220, {"version": 1}),  # no prompts; it continues on the same weights
+        generate(1, 220, 300),
+        Span("pull", 300, 302, {}),
+        generate(2, 302, 400),
+    ]
+    assert weight_wait_s(spans, Window(0, 1, 0, 1000)) == pytest.approx(35 + 2)
+    assert weight_wait_s(spans, Window(0, 1, 110, 301)) == pytest.approx(25 + 1)
+
+
+def test_rows_compare_with_the_peer_of_the_same_run():
+    results = {
+        "sync-colocated": result(1000),
+        "one_step": result(1200, weight_wait_s=40),
+        "partial": result(1500),
+        "headrace": result(1800, weight_wait_s=10),
+        "repack-off": result(100, kv_util=0.4),
+        "repack-on": result(120, kv_util=0.5),
+    }
+    ratios = {row.name: row.ratio for row in rows_of(results, 64)}
+    assert ratios == pytest.approx(
+        {
+            "sync-colocated-64gpus": 1.0,
+            "one_step-64gpus": 1.2,
+            "partial-64gpus": 1.5,
+            "headrace-64gpus": 1.8,
+            "headrace-over-partial-64gpus": 1.2,
+            "weight-wait-64gpus": 0.25,
+            "repack-tokens": 1.2,
+            "repack-kv-utilisation": 1.25,
+        }
+    )
+    assert math.isnan(next(rows_of({"headrace": result(1)}, 64)).ratio)
+
+
+def test_a_schedules_share_of_perfect_scaling_is_that_of_its_tokens_per_device():
+    few = {"sync-colocated": result(1000).figures, "headrace": result(1200).figures, "partial": result(1).figures}
+    many = {"sync-colocated": result(2000).figures, "headrace": result(4800).figures}
+    curves = curves_of({256: many, 64: few})
+    assert curves == {"sync-colocated": {64: 1000, 256: 2000}, "headrace": {64: 1200, 256: 4800}}
+    lines = scaling_table(curves, "sync-colocated").splitlines()
+    assert lines[0] == "| schedule | 64 GPUs | 256 GPUs |"
+    assert lines[2] == "| sync-colocated | 1,000 (1.00, 100%) | 2,000 (1.00, 50%) |"
+    assert lines[3] == "| headrace | 1,200 (1.20, 100%) | 4,800 (2.40, 100%) |"
+    assert "| 4,800 (100%) |" in scaling_table({"headrace": curves["headrace"]}, "sync-colocated")
+    starred = scaling_table(curves, "sync-colocated", {("headrace", 256)}).splitlines()
+    assert starred[2:] == [lines[2], f"{lines[3][:-2]}* |"]
+
+
+def test_an_ablation_shows_the_gain_of_each_schedule_over_the_one_before():
+    results = {"sync": result(1000), "stream_sync": result(1250), "stream": result(1500), "headrace": result(1800)}
+    assert [line.split("|")[3:5] for line in compare.ablation(results).splitlines()[3:]] == [
+        [" 1.00 ", " +0.0% "],
+        [" 1.25 ", " +25.0% "],
+        [" 1.50 ", " +20.0% "],
+        [" 1.80 ", " +20.0% "],
+    ]
+    assert compare.ablation({"sync": result(1)}) == ""
+
+
+def test_a_row_of_a_machine_that_was_too_busy_is_marked_invalid():
+    lines = table({"headrace": result(1000, cpu=0.61), "partial": result(1000, cpu=0.6)}).splitlines()
+    assert "INVALID" in lines[2] and "INVALID" not in lines[3]
+    assert "1.00 (2)" in lines[2], "staleness, mean and max"
+
+
+def test_a_row_whose_processes_were_late_by_more_than_a_hundredth_of_a_step_is_marked_invalid():
+    late, in_time = (structs.replace(result(1000), lag_s=lag_s) for lag_s in (1.1, 0.9))
+    lines = table({"headrace": late, "partial": in_time}).splitlines()
+    assert "1.1 s INVALID" in lines[2] and "INVALID" not in lines[3] and "0.9 s" in lines[3]
+
+
+def test_a_row_of_too_few_steps_for_its_staleness_is_marked():
+    short = structs.replace(result(1000), figures=structs.replace(result(1000).figures, is_settled=False))
+    lines = table({"headrace": short, "partial": result(1000)}).splitlines()
+    assert "| 100 TOO FEW STEPS |" in lines[2] and "TOO FEW" not in lines[3]
+
+
+def test_of_several_seeds_the_table_shows_the_median_and_the_spread():
+    chosen = middle([result(1400, kv_util=0.9), result(1000), result(1100, kv_util=0.7)])
+    assert (chosen.figures.kv_util, chosen.speeds) == (0.7, (1000, 1100, 1400))
+    assert "| 1,100 (1,000 to 1,400) |" in table({"headrace": chosen})
+    assert "| 1,000 |" in table({"headrace": middle([result(1000)])})
+
+
+def test_a_row_of_several_seeds_is_invalid_if_any_of_them_was_late():
+    slow = structs.replace(result(1000), lag_s=1.1)
+    assert "1.1 s INVALID" in table({"headrace": middle([slow, result(1100), result(1400)])})
+    assert "61% (20%), 0.0 s INVALID" in table({"headrace": middle([result(1000), result(1100, cpu=0.61)])})
+
+
+def test_knobs_of_a_late_run_are_not_the_best_of_a_climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def run(_: Experiment, folder: str, settings: dict[str, object]) -> Result:
+        is_late = settings["roles.rollout"] == 9
+        return structs.replace(result(1000.0 * int(str(settings["roles.rollout"]))), lag_s=2.0 if is_late else 0.0)
+
+    monkeypatch.setattr(Experiment, "run", run)
+    recipe = str(tmp_path / "devices.yaml")
+    compare.tune(Experiment(recipe, [], tmp_path), [Variant("stream_sync", 64, Knobs(7), 4)], budget=9)
+    assert read_tuned(recipe)["64"]["stream_sync"] == Knobs(8)
+
+
+def test_devices_are_split_and_the_batch_scaled_to_them():
+    (colocated,) = variants(str(RECIPE), ["sync-colocated"], 64, 4)
+    assert (colocated.knobs.rollouts, colocated.settings["emulated.train_gpus"]) == (16, 64)
+    stream = Variant("stream", 128, Knobs(10), 4)
+    assert stream.settings["emulated.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
+    off, on = variants(str(RECIPE), ["repack-off", "repack-on"], 64, 4)
+    assert off.settings | {"repack.enabled": "true"} == on.settings
+    assert (off.knobs.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
+
+
+@pytest.mark.parametrize("tuning", [(), ("--tune", "2")])
+def test_devices_that_cannot_be_divided_are_refused_before_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tuning: tuple[str, ...]
+):
+    words = [str(RECIPE), f"run.dir={tmp_path}", "--gpus", "4", "--only", "sync-colocated", "headrace", *tuning]
+    assert compare.main([*words, "--virtual"]) == 2
+    assert "--gpus: of 4 GPUs headrace would have 0 rollouts of 4 GPUs, and 4 GPUs" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/outcome.json"))
+
+
+def test_tuned_knobs_are_those_of_the_recipes_own_devices_and_a_knob_that_is_given_wins(tmp_path: Path):
+    recipe = str(tmp_path / "devices.yaml")
+    save_tuned(recipe, key_of(64, 0), "headrace", Knobs(7, max_running=192, capacity=512))
+
+    def knobs(*overrides: str, name: str = "headrace") -> Knobs:
+        (variant,) = variants(recipe, [name], 64, 4, overrides=overrides)
+        return variant.knobs
+
+    assert knobs("run.steps=9", "emulated.speed=8") == Knobs(7, max_running=192, capacity=512)
+    for other in ("emulated.gpus_per_rollout=16", "batch.samples_per_prompt=4", "sampling.max_new_tokens=9"):
+        assert knobs(other) == Knobs(8)
+    assert knobs("generator.max_running=96") == Knobs(7, capacity=512)
+    assert knobs("roles.rollout=9", "queue.capacity=8") == Knobs(9, max_running=192)
+    assert knobs("roles.rollout=9", name="sync-colocated") == Knobs(16), "all GPUs generate"
+
+
+@pytest.mark.parametrize("given", ["generator.max_running=96", "emulated.train_us=99"])
+def test_tuning_beside_settings_that_the_recipe_lacks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+):
+    words = [str(RECIPE), f"run.dir={tmp_path}", given, "--tune", "2", "--virtual", "--only", "headrace"]
+    assert compare.main(words) == 2
+    assert f"set {given.partition('=')[0]} in the recipe itself" in capsys.readouterr().err
+
+
+def test_every_variant_is_a_valid_recipe(tmp_path: Path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    for variant in variants(str(RECIPE), [*compare.SCHEDULES, *compare.REPACK], 64, 4):
+        words = [f"{key}={value}" for key, value in variant.settings.items()]
+        words += [f"run.dir={tmp_path / variant.folder}", f"data.path={tmp_path / 'prompts.jsonl'}"]
+        prepare(read_recipe(RECIPE, words)).close()
+
+
+def test_a_timeline_puts_processes_with_different_clocks_on_one_axis(tmp_path: Path):
+    for name, speed in (("a", 10.0), ("b", 10.0)):
+        trace = Trace(tmp_path, name, Clock(speed))
+        trace.enter("busy", version=1)
+        trace.enter("busy", version=1)
+        trace.enter("idle")
+        trace.counters(load=0.5)
+        trace.close()
+    path = tmp_path / "trace" / "b.jsonl"
+    head, *rest = [json.loads(line) for line in path.read_text().splitlines()]
+    moved = [head | {"clock": head["clock"] + 1e6}, *({**line, "t": line["t"] + 1e6} for line in rest)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in moved) + '{"state": "killed in the mid')
+    timeline = Timeline.read(tmp_path)
+    starts = {name: [span.start for span in spans] for name, spans in timeline.spans.items()}
+    assert [span.state for span in timeline.spans["b"]] == ["busy", "idle"]
+    assert abs(starts["a"][0] - starts["b"][0]) < 10 * 1.0  # a second of the wall clock
+    timeline.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"} and min(e.get("ts", 0) for e in events) >= 0
+
+
+def test_the_trace_of_a_long_run_has_all_states_and_a_part_of_the_samples(tmp_path: Path):
+    (tmp_path / "trace").mkdir()
+    lines: list[dict[str, object]] = [{"process": "a", "clock": 0.0, "wall": 0.0, "speed": 1.0}]
+    for t in range(100):
+        lines += [{"state": "generate", "t": t, "d": 1}, {"t": t, "values": {"running": t}}]
+    path = tmp_path / "trace" / "a.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, part = Timeline.read(tmp_path), Timeline.read(tmp_path, path.stat().st_size // 4)
+    assert part.spans == whole.spans and len(whole.samples["a"]) == 100
+    assert len(part.samples["a"]) == 20 and part.samples["a"][-1] == whole.samples["a"][-1]
+
+
+def test_a_finished_run_gives_its_figures_and_plots(tmp_path: Path):
+    words = {**EMULATED, "run.steps": 7, "run.schedule": "one_step"}
+    system = System(tmp_path, **words).start_all(num_rollouts=2)
+    system.wait()
+    timeline = Timeline.read(system.dir)
+    figures = figures_of(system.dir, timeline, window_of(timeline, 7), prefill_s=1e-4)
+    assert set(figures.staleness) <= {"0", "1"} and 0 <= figures.kv_util < 1
+    assert figures.recompute_share == 0, "nothing changes midway"
+    assert 0 < figures.idle_actor < 1 and 0 < figures.idle_rollout < 1
+    assert figures.weight_wait_s > 0, "the broadcast, and the barrier before it; the window's ends may cut a wait"
+    assert 0 < figures.latency.mean <= figures.latency.max
+    assert {path.stem for path in system.dir.glob("trace/*.lag")} == {"actor-0", "rollout-0", "rollout-1"}
+    assert longest_lag(system.dir) >= 0
+    draw_gantt(timeline, "one_step", tmp_path / "gantt.png")
+    draw_comparison({"one_step": figures, "again": figures}, tmp_path / "compare.png")
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("gantt.png", "compare.png"))
+
+
+def test_the_machines_cpu_is_watched_while_a_process_runs(tmp_path: Path):
+    before = busy_and_all()
+    monitor, started = CpuMonitor(), time.time()
+    code = "import time; stop = time.monotonic() + 1.2\nwhile time.monotonic() < stop: pass\nraise SystemExit(3)"
+    assert monitor.watch([sys.executable, "-c", code]) == 3
+    assert 0 < monitor.share(started, time.time()) <= 1
+    assert busy_and_all() > before
+
+
+def test_a_comparison_of_real_devices_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("run: {steps: 3}\n")
+    assert compare.main([str(recipe)]) == 2
+    assert "rollout.engine: a comparison of schedules needs emulated devices" in capsys.readouterr().err
+
+
+def test_a_comparison_without_a_seed_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert compare.main([str(RECIPE), "--seeds", "0"]) == 2
+    assert "--seeds: at least 1" in capsys.readouterr().err
+
+
+def test_a_comparison_names_settings_of_which_each_row_has_its_own(capsys: pytest.CaptureFixture[str]):
+    assert compare.main([str(RECIPE), "batch.prompts_per_step=8", "repack.enabled=false", "--gpus", "4"]) == 2
+    assert "no effect: batch.prompts_per_step, repack.enabled; each row has its own" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_is_named_and_not_run_over(tmp_path: Path):
+    experiment = Experiment(str(RECIPE), [], tmp_path, is_virtual=True)
+    (tmp_path / "headrace-virtual").mkdir()
+    (tmp_path / "headrace-virtual" / "journal.jsonl").touch()
+    with pytest.raises(SettingError, match="headrace-virtual has not finished; remove that folder"):
+        experiment.run("headrace", {})
+
+
+@pytest.mark.slow
+def test_a_comparison_ended_by_sigterm_ends_its_run_in_order(tmp_path: Path):
+    words = [str(RECIPE), f"run.dir={tmp_path}", "emulated.speed=10", "--only", "headrace"]
+    comparison = subprocess.Popen([sys.executable, "-m", "headrace.launch.lab.compare", *words])
+    at_end(lambda: comparison.wait(PATIENCE_S))
+    at_end(comparison.kill)
+    with waiting("the run", "a trace of its trainer", PATIENCE_S) as wait:
+        wait.until(lambda: list(tmp_path.glob("*/trace/actor-0.jsonl")), interval_s=0.05)
+    comparison.send_signal(signal.SIGTERM)
+    assert comparison.wait(PATIENCE_S) == 130
+    (summary,) = tmp_path.glob("*/summary.json")
+    assert json.loads(summary.read_text())["status"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_two_schedules_are_run_compared_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = [
+        str(RECIPE), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "emulated.median_tokens=60", "emulated.speed=10",
+        "sampling.max_new_tokens=600", "batch.samples_per_prompt=2", "--gpus", "12", "--only", "sync-colocated",
+        "headrace", "--json", str(tmp_path / "rows.json"),
+    ]  # fmt: skip
+    assert compare.main(words) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows["sync-colocated-12gpus"]["ratio"] == 1.0 and rows["headrace-12gpus"]["value"] > 0
+    capsys.readouterr()
+    assert compare.main(words) == 0, "finished runs are read again"
+    assert "runs" not in capsys.readouterr().err
+    assert len(list((tmp_path / "runs").glob("*/gantt.png"))) == 2

@@ -1,0 +1,221 @@
+"""Planning a run: devices measured from a run folder, the search over splits, and the command as a whole."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import structs
+from support.emulated_run import EMULATED
+
+from headrace.comm.recipe import Recipe
+from headrace.launch.config.load import read_recipe, recipe_yaml, save_recipe
+from headrace.launch.lab.devices import Devices
+from headrace.launch.lab.plan import MeasuredJob, Simulation, main, proposal
+from headrace.launch.lab.profile import (
+    MOST_LENGTHS,
+    emulated_recipe,
+    equal_parts,
+    line_through,
+    profile_of,
+    relay_seconds,
+    training_costs,
+)
+from headrace.launch.lab.tuning import Knobs
+from headrace.launch.lab.virtual.run import VirtualRun
+
+DEVICES = {
+    "emulated.step_ms": 4,
+    "emulated.weights_ms": 0,
+    "emulated.request_us": 300,
+    "emulated.kv_ns": 500,
+    "emulated.prefill_us": 70,
+    "emulated.prompt_tokens": 40,
+    "emulated.kv_tokens": 90_000,
+    "emulated.train_us": 50_000,
+    "emulated.update_s": 1.5,
+    "emulated.weights_gb": 13,
+    "emulated.stretch": 1,
+    "emulated.median_tokens": 60,
+    "sampling.max_new_tokens": 300,
+    "emulated.gpus_per_rollout": 1,
+    "emulated.train_gpus": 3,
+}
+
+
+def recipe_of(folder: Path, **settings: object) -> Recipe:
+    """A small job on 6 GPUs; keys have `__` for a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.jsonl").write_text('{"prompt": "p"}\n' * 64)
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    rest = {"roles.rollout": 3, "run.steps": 14, "run.dir": folder, "data.path": folder / "prompts.jsonl"}
+    return read_recipe(None, [f"{key}={value}" for key, value in (EMULATED | DEVICES | rest | named).items()])
+
+
+def run_of(folder: Path, **settings: object) -> Recipe:
+    """The recipe of a run in virtual time, which is in the folder."""
+    recipe = recipe_of(folder, **settings)
+    save_recipe(recipe)
+    VirtualRun(recipe).run()
+    return recipe
+
+
+def as_measured(folder: Path, recipe: Recipe) -> None:
+    """Write what a real run reports and a virtual one does not: the bytes of its weights, and how busy its relay is."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    real = {"weights/bytes": recipe.emulated.weights_gb * 1e9, "idle/relay": 0.96}
+    path.write_text("".join(json.dumps(line | real) + "\n" for line in lines))
+
+
+def test_the_profile_of_a_run_has_the_settings_of_its_devices(tmp_path: Path):
+    recipe = run_of(tmp_path)
+    as_measured(tmp_path, recipe)
+    # Rows of three trainer ranks, as a real run has them.
+    real = structs.replace(recipe, roles=structs.replace(recipe.roles, actor=3))
+    found, true = profile_of(tmp_path, real), recipe.emulated
+    names = ("step_ms", "request_us", "kv_ns", "train_us", "prompt_tokens", "kv_tokens", "train_gpus", "pull_gb_s")
+    assert {name: getattr(found, name) for name in names} == pytest.approx(
+        {name: getattr(true, name) for name in names}, rel=0.03
+    )
+    assert found.prefill_us == pytest.approx(true.prefill_us, rel=0.3)
+    assert found.update_s == pytest.approx(true.update_s, rel=0.05)
+    assert found.push_gb_s == pytest.approx(true.push_gb_s, rel=0.05)
+
+
+def test_the_profile_of_a_resumed_run_is_of_its_last_start(tmp_path: Path):
+    recipe = run_of(tmp_path, run__steps=8)
+    as_measured(tmp_path, recipe)
+    undisturbed = profile_of(tmp_path, recipe)
+    trace = tmp_path / "trace" / "actor-0.jsonl"
+    head, *spans = trace.read_text().splitlines()
+    earlier = json.loads(head)
+    earlier["wall"] -= 50_000.0
+    trace.write_text("\n".join([json.dumps(earlier), *spans, head, *spans]) + "\n")  # the resumed run repeats all steps
+    assert profile_of(tmp_path, recipe) == undisturbed
+
+
+def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
+    recipe = run_of(tmp_path / "run")
+    as_measured(tmp_path / "run", recipe)
+    real = structs.replace(
+        recipe,
+        roles=structs.replace(recipe.roles, actor=3),
+        rollout=structs.replace(recipe.rollout, engine="builtin"),
+    )
+    own = emulated_recipe(real, profile_of(tmp_path / "run", real))
+    again, run = (Simulation.of(Devices.of(each), tmp_path / "plan") for each in (own, recipe))
+    predicted, measured = (each.figures(each.devices.own) for each in (again, run))
+    assert predicted.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=0.05)
+    assert predicted.idle_rollout == pytest.approx(measured.idle_rollout, abs=0.05)
+    job = MeasuredJob(real, relay_seconds(tmp_path / "run", real))
+    *_, weights, relays, micro_batches, settings = proposal(again, again.devices.own, job)
+    assert weights.startswith("weights: ") and micro_batches.startswith("micro-batches: ")
+    assert relays.startswith("relays: 1, busy 4.") and relays.endswith("needed: 1")
+    assert settings.startswith("settings: roles.actor=3 roles.relay=null roles.rollout=3 ")
+
+
+def test_relays_are_added_where_the_present_ones_would_be_busy_for_half_of_their_time():
+    def with_relays(number: int | None, measured: int = 1) -> MeasuredJob:
+        roles = structs.replace(Recipe().roles, relay=number)
+        return MeasuredJob(structs.replace(Recipe(), roles=roles), 1e-3, measured)
+
+    assert with_relays(1).relays(400) == pytest.approx((1, 0.4))
+    assert with_relays(1).relays(600) == pytest.approx((3, 0.6)), "beside a second one each row has two copies"
+    assert with_relays(2, measured=2).relays(1200) == pytest.approx((3, 0.6)), "the run had two copies"
+    assert with_relays(2, measured=1).relays(400) == pytest.approx((2, 0.4)), "a second copy, on a second relay"
+    assert with_relays(1, measured=2).relays(1200) == pytest.approx((3, 0.6)), "half of the work for one copy"
+
+
+def test_without_a_number_of_relays_there_are_as_many_as_in_the_measured_run():
+    job = MeasuredJob(Recipe(), relay_s=1e-3, measured_relays=4)
+    assert job.recipe.roles.relay is None and job.relays(1600) == pytest.approx((4, 0.4)), "one on each of four hosts"
+    assert job.relays(2400) == pytest.approx((5, 0.6))
+
+
+def test_the_time_of_a_micro_batch_is_told_where_their_number_varies_beside_the_tokens():
+    random = np.random.default_rng(0)
+    tokens, counts = random.uniform(1000, 5000, 30), random.integers(2, 9, 30).astype(float)
+    exact = 0.5 + 1e-3 * tokens + 0.2 * counts
+    assert training_costs(tokens, counts, exact) == pytest.approx((0.5, 1e-3, 0.2))
+    noise = random.normal(0, 0.05, 30)
+    assert training_costs(tokens, counts, exact + noise) == pytest.approx((0.5, 1e-3, 0.2), rel=0.2)
+    assert training_costs(tokens, counts, 0.5 + 1e-3 * tokens + noise)[2] == 0.0, "nothing is there to find"
+    for dependent in (np.full(30, 4.0), tokens / 500):
+        update_s, token_s, micro_batch_s = training_costs(tokens, dependent, 1 + 1e-3 * tokens + 0.2 * dependent)
+        assert micro_batch_s == 0.0
+        assert update_s + token_s * tokens.mean() == pytest.approx(1 + 1e-3 * tokens.mean() + 0.2 * dependent.mean())
+
+
+def test_micro_batches_grow_as_long_as_their_own_time_is_worth_it_and_memory_is_enough(tmp_path: Path):
+    words = {"emulated__micro_batch_s": 1.5, "emulated__train_us": 20_000, "optimizer__micro_tokens": 400}
+    recipe = run_of(tmp_path / "run", **words)
+    as_measured(tmp_path / "run", recipe)
+    real = structs.replace(recipe, roles=structs.replace(recipe.roles, actor=3))
+    assert profile_of(tmp_path / "run", real).micro_batch_s == pytest.approx(1.5, rel=0.1)
+    simulation = Simulation.of(Devices.of(recipe), tmp_path / "plan")
+    own = simulation.devices.own
+    times = simulation.micro_batches(own, most=4.5)
+    assert times == 4 and simulation.micro_batches(own, most=2.5) == 2
+    few, many = simulation.figures(own, times), simulation.figures(own)
+    assert few.micro_batches < many.micro_batches and few.tokens_per_s > 1.1 * many.tokens_per_s
+    free = structs.replace(recipe, emulated=structs.replace(recipe.emulated, micro_batch_s=0.0))
+    assert Simulation.of(Devices.of(free), tmp_path / "free").micro_batches(own, most=16) == 1
+
+
+@pytest.mark.parametrize("train_us", [20_000, 100_000])
+def test_the_plan_is_the_best_split_of_all(tmp_path: Path, train_us: int):
+    devices = Devices.of(recipe_of(tmp_path, emulated__train_us=train_us, emulated__stretch=32, run__steps=6))
+    simulation = Simulation.of(devices, tmp_path / "plan")
+    best = simulation.figures(simulation.best(budget=6)).tokens_per_s
+    speeds = [
+        simulation.figures(Knobs(rollouts, running)).tokens_per_s
+        for rollouts in range(1, 4)
+        for running in devices.ladders(devices.balanced)["max_running"]
+    ]
+    assert best == pytest.approx(max(speeds), rel=0.03)
+
+
+def test_equal_parts_keep_the_mean_and_the_tail_of_the_lengths():
+    lengths = [round(length) for length in np.random.default_rng(0).lognormal(7, 1, 10_000)]
+    parts = equal_parts(lengths)
+    assert len(parts) == MOST_LENGTHS
+    assert np.mean(parts) == pytest.approx(np.mean(lengths), rel=0.003)
+    assert np.quantile(parts, 0.99) == pytest.approx(np.quantile(lengths, 0.99), rel=0.07)
+    assert equal_parts([5, 3]) == (3, 5)
+
+
+def test_no_term_of_a_line_is_negative_and_its_mean_is_kept():
+    assert line_through([1, 2, 3], [3, 5, 7]) == pytest.approx((1, 2))
+    assert line_through([1, 2, 3], [1, 3, 5]) == pytest.approx((0, 1.5))
+    assert line_through([1, 2, 3], [5, 4, 3]) == pytest.approx((4, 0))
+    assert line_through([2, 2], [3, 5]) == pytest.approx((4, 0))
+
+
+def test_the_command_predicts_a_finished_run_and_proposes_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = run_of(tmp_path / "run", run__steps=8)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_yaml(recipe))
+    assert main([str(path), f"run.dir={tmp_path / 'job'}", "--from", str(tmp_path / "run"), "--runs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "predicted over measured tokens/s: 1.000" in out
+    assert "proposed for 6 GPUs: actor " in out and "settings: emulated.train_gpus=" in out
+
+
+def test_mistakes_of_a_plan_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = recipe_of(tmp_path / "job")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_yaml(recipe))
+    real = tmp_path / "real.yaml"
+    real.write_text(recipe_yaml(Recipe()))
+    untraced = tmp_path / "untraced"
+    save_recipe(structs.replace(Recipe(), run=structs.replace(Recipe().run, dir=str(untraced))))
+    for words, message in (
+        ([str(path), "--from", str(tmp_path / "none")], "--from: "),
+        ([str(real), "--from", str(untraced)], "has no trace of a trainer and a rollout"),
+        ([str(path), "--gpus", "1"], "--gpus: 1 are too few"),
+        ([str(path), "--steps", "5"], "--steps (or run.steps): at least 6"),
+        ([str(path), "emulated.colocated=true", "run.schedule=sync"], "emulated.colocated: "),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""Whole runs in virtual time under faults: every promise holds after each event, and each run repeats itself bit for bit."""
+
+import gc
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.histories import HISTORIES, History, SeededChooser, history, run
+
+from headrace.launch.lab.virtual.cluster import Unit
+from headrace.launch.lab.virtual.faults import PlannedFault
+from headrace.launch.lab.virtual.processes import Killed, VirtualProcess, VirtualThread
+from headrace.launch.lab.virtual.simulation import FaultyRun
+from headrace.launch.lab.virtual.threads import VirtualThreads
+from headrace.launch.lab.virtual.world import World
+from headrace.relay.hub.context import HubContext
+from headrace.relay.journal import events as ev
+from headrace.rollout.leases import HeldLeases
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Each death of a process lets Python look for garbage: not among all that the tests have imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class DrawnChooser:
+    """Choices that Hypothesis makes, and makes simpler where a history breaks."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def pick(self, options: Sequence[T]) -> T:
+        return self._draw(st.sampled_from(options))
+
+    def number(self, most: int) -> int:
+        return self._draw(st.integers(0, most))
+
+
+@st.composite
+def histories(draw: st.DrawFn, steps: int) -> History:
+    return history(DrawnChooser(draw), steps, draw(st.integers(0, 6)))
+
+
+# The same histories each time: other ones are looked for by `tests/simulate.py` and at night, so that no change is held up by chance.
+@settings(
+    max_examples=8,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(histories(steps=25))
+def test_every_promise_holds_whatever_fails(drawn: History):
+    run(drawn)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_history_repeats_itself_bit_for_bit(seed: int, monkeypatch: pytest.MonkeyPatch):
+    digests: list[str] = []
+    finish = FaultyRun.run
+
+    def read_journal(simulation: FaultyRun) -> None:
+        finish(simulation)
+        journal = (simulation.folder / "journal.jsonl").read_bytes()
+        digests.append(hashlib.sha256(journal.replace(str(simulation.folder).encode(), b"")).hexdigest())
+
+    monkeypatch.setattr(FaultyRun, "run", read_journal)
+    for _ in range(2):
+        run(history(SeededChooser(seed), steps=20, num_faults=6))
+    assert digests[0] == digests[1]
+
+
+# ------------------------------------------------------------------------------ histories that were broken once
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in HISTORIES.glob("*.json")))
+def test_a_history_that_was_broken_once_holds(name: str):
+    """Each showed a mistake: one of the product, or one of mutations/simulation.toml."""
+    run(msgspec.json.decode((HISTORIES / f"{name}.json").read_bytes(), type=History))
+
+
+# ------------------------------------------------------------------------------------- broken promises are found
+
+
+def lose_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit forgets every tenth row."""
+    put = Unit.put
+
+    def forgetful(unit: Unit, rows: Any) -> None:
+        put(unit, rows)
+        if len(unit.rows) % 10 == 0:
+            unit.rows.pop(next(iter(rows)))
+
+    monkeypatch.setattr(Unit, "put", forgetful)
+
+
+def change_the_state_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = HubContext.commit
+
+    def careless(context: HubContext, event: ev.Event, **how: Any) -> None:
+        commit(context, event, **how)
+        if isinstance(event, ev.Handed) and event.step == 3:
+            context.state.account.trained += 1
+
+    monkeypatch.setattr(HubContext, "commit", careless)
+
+
+def hold_what_another_rollout_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout takes rows of the last grant, whoever got it, as its own."""
+    take, last = HeldLeases.take, list[Any]()
+
+    def greedy(leases: HeldLeases, grant: Any, version: int) -> Any:
+        leases.held |= {held.row_id.number: held for held in last}
+        taken = take(leases, grant, version)
+        last[:] = [held for _, rows in taken for held in rows] or last
+        return taken
+
+    monkeypatch.setattr(HeldLeases, "take", greedy)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lose_a_row, "does not have|counted in flight"),
+        (change_the_state_without_an_event, "another state"),
+        (hold_what_another_rollout_has, "two rollouts hold"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_broken_promise_is_found(
+    break_it: Callable[[pytest.MonkeyPatch], None], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    break_it(monkeypatch)
+    with pytest.raises((AssertionError, KeyError), match=said):
+        run(History({"run.steps": 20, "roles.rollout": 2, "roles.relay": 2}, []))
+
+
+def test_a_run_that_stands_still_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(HeldLeases, "ask", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match="no step is trained for"):
+        run(History({"run.steps": 5}, []))
+
+
+# ------------------------------------------------------------------------------------------------- threads, one at a time
+
+
+def test_threads_take_turns_in_the_order_of_their_waits():
+    world, said = World(), list[str]()
+    threads = VirtualThreads(world)
+
+    def count(name: str, seconds: float) -> None:
+        for number in range(3):
+            threads.sleep(seconds)
+            said.append(f"{name}{number} {world.now:g}")
+
+    for name, seconds in (("a", 1.0), ("b", 1.5)):
+        VirtualThread(world, VirtualProcess(name, 1), lambda n=name, s=seconds: count(n, s), "main").start()
+    world.run_until(lambda: not world.threads)
+    assert said == ["a0 1", "b0 1.5", "a1 2", "a2 3", "b1 3", "b2 4.5"]
+
+
+def test_a_killed_process_ends_where_it_waits_and_a_frozen_one_waits_longer():
+    world, said = World(), list[str]()
+    threads = VirtualThreads(world)
+    mortal, cold = VirtualProcess("mortal", 1), VirtualProcess("cold", 1)
+
+    def live(name: str) -> None:
+        try:
+            threads.sleep(2.0)
+            said.append(f"{name} {world.now:g}")
+        except Killed:
+            said.append(f"{name} was killed at {world.now:g}")
+            raise
+
+    for process in (mortal, cold):
+        VirtualThread(world, process, lambda p=process: live(p.name), "main").start()
+    world.at(1.0, mortal.kill)
+    world.at(1.0, lambda: setattr(cold, "frozen_until", 5.0))
+    world.run_until(lambda: not world.threads)
+    assert said == ["mortal was killed at 1", "cold 5"]
+
+
+def test_the_error_of_a_thread_ends_the_world():
+    world = World()
+
+    def fail() -> None:
+        VirtualThreads(world).sleep(1.0)
+        raise ValueError("broken")
+
+    VirtualThread(world, VirtualProcess("a", 1), fail, "main").start()
+    with pytest.raises(ValueError, match="broken"):
+        world.run_until(lambda: False)
+
+
+def test_a_row_that_was_spoilt_is_read_from_its_other_unit():
+    """Every row of one unit is spoilt; each step is trained all the same."""
+    plan = [PlannedFault(at=at / 2, kind="corrupt bytes", role="relay", number=0, count=at % 9) for at in range(40)]
+    simulation = run(History({"run.steps": 25, "roles.relay": 2}, plan))
+    assert simulation.applied["corrupt bytes: relay"] > 20

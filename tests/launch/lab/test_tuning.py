@@ -1,0 +1,72 @@
+"""Tuning the entrants of a comparison: the climb, its budget, and the knobs that each entrant has."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.launch.lab.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
+
+
+def speed_of(knobs: Knobs) -> float:
+    """Highest at 9 rollouts, 192 trajectories and a queue of two batches."""
+    running = {None: 0, 384: 1, 256: 2, 192: 5, 128: 3}
+    return running.get(knobs.max_running, 0) + (knobs.capacity == 512) - abs(knobs.rollouts - 9)
+
+
+def test_a_climb_finds_the_best_of_knobs_that_depend_on_each_other():
+    start = Knobs(rollouts=7)
+    found = climb(start, ladders("partial", start, 16, 256), speed_of, budget=60)
+    assert (found.rollouts, found.max_running) == (9, 192)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7])
+def test_a_climb_tries_no_more_knobs_than_its_budget_and_none_twice(budget: int):
+    tried: list[Knobs] = []
+
+    def speed(knobs: Knobs) -> float:
+        tried.append(knobs)
+        return speed_of(knobs)
+
+    start = Knobs(rollouts=4)
+    found = climb(start, ladders("headrace", start, 16, 256), speed, budget)
+    assert len(tried) == len(set(tried)) == budget
+    assert speed_of(found) == max(map(speed_of, tried))
+
+
+def test_a_knob_without_an_effect_stays_at_the_recipes_choice():
+    start = Knobs(rollouts=7)
+    assert climb(start, ladders("partial", start, 16, 256), lambda knobs: 1.0, budget=50) == start
+
+
+def test_an_entrant_is_tuned_in_the_knobs_that_it_has():
+    start = Knobs(rollouts=2, max_running=160)
+    names = {entrant: list(ladders(entrant, start, 4, 10)) for entrant in ("sync-colocated", "stream_sync", "headrace")}
+    assert names == {
+        "sync-colocated": ["max_running"],
+        "stream_sync": ["rollouts", "max_running"],
+        "headrace": ["rollouts", "max_running", "capacity", "quota"],
+    }
+    found = ladders("headrace", start, 4, 10)
+    assert found["rollouts"] == [1, 2, 3], "both sides of the split have devices"
+    assert found["max_running"] == (None, 384, 256, 192, 160, 128, 96) and found["quota"] == (None, 5, 10, 20)
+
+
+def test_a_climb_that_begins_beside_the_ladders_finds_the_best_of_them():
+    start = Knobs(rollouts=9, max_running=160, quota=40)
+    found = ladders("headrace", start, 16, 256)
+    assert found["quota"] == (None, 29, 40, 58, 116), "a quota that was saved for another split"
+    assert found["capacity"] == (None, 2048, 1024, 512)
+    assert climb(start, found, speed_of, budget=60) == Knobs(9, max_running=192, quota=40)
+
+
+def test_the_chosen_knobs_of_each_entrant_are_kept_beside_the_recipe(tmp_path: Path):
+    recipe = str(tmp_path / "devices.yaml")
+    assert read_tuned(recipe) == {}
+    save_tuned(recipe, key_of(64, 0), "headrace", Knobs(7))
+    save_tuned(recipe, key_of(64, 512), "partial", Knobs(7, max_running=192))
+    save_tuned(recipe, key_of(64, 0), "partial", Knobs(8))
+    assert read_tuned(recipe) == {
+        "64": {"headrace": Knobs(7), "partial": Knobs(8)},
+        "64-512groups": {"partial": Knobs(7, max_running=192)},
+    }
+    assert str(read_tuned(recipe)["64-512groups"]["partial"]) == "generator.max_running=192"
