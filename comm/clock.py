@@ -1,4 +1,4 @@
-"""The clock of a run's devices: real seconds, or emulated ones that pass faster.
+"""The clock of a run: the machine's, or that of a simulation in virtual time (`launch/lab/virtual`).
 
 All processes of a host share its monotonic clock, so their readings fit on one time axis.
 """
@@ -7,28 +7,20 @@ import time
 
 
 class Clock:
-    """Counts `speed` emulated seconds per second."""
+    """The machine's time."""
 
-    def __init__(self, speed: float = 1.0) -> None:
-        self.speed = speed
-
-    def seconds(self) -> float:
-        """Seconds that do not pass faster: those of deadlines."""
+    def now(self) -> float:
+        """Seconds since some moment, which never go back: those of measurements and deadlines."""
         return time.monotonic()
 
     def wall(self) -> float:
         """The wall clock's seconds since 1970."""
         return time.time()
 
-    def now(self) -> float:
-        return self.seconds() * self.speed
-
-    def sleep_until(self, moment: float) -> float:
-        """Sleep until `moment` of this clock; returns by how many of its seconds the caller was late, 0 if it was in time."""
-        left = moment - self.now()
-        if left > 0:
-            time.sleep(left / self.speed)
-        return max(0.0, -left)
+    def sleep_until(self, moment: float) -> None:
+        """Return at `moment` of this clock, or at once if it has passed."""
+        if (left := moment - self.now()) > 0:
+            time.sleep(left)
 
 
 REAL_TIME = Clock()

@@ -30,17 +30,6 @@ def failpoint(point: str, **facts: float | str) -> None:
         connection.recv(1)
 
 
-def write_lag(run_dir: Path, name: str, lag_s: float) -> None:
-    """Keep the longest time that an emulated process was behind its devices, in emulated seconds."""
-    folder = make_folders(run_dir, "trace")
-    (folder / f"{name}.lag").write_text(str(lag_s), encoding="utf-8")
-
-
-def longest_lag(run_dir: Path) -> float:
-    """The longest of a run's processes, 0 without any."""
-    return max((float(path.read_text(encoding="utf-8")) for path in (run_dir / "trace").glob("*.lag")), default=0.0)
-
-
 class Trace:
     """One state at a time. A line is written when a state ends: {"state", "t", "d" (seconds of the clock), facts}."""
 
@@ -51,7 +40,7 @@ class Trace:
         self._state = ""
         self._facts: dict[str, float | int | str] = {}
         self._since = clock.now()
-        self._write({"process": name, "clock": self._since, "wall": clock.wall(), "speed": clock.speed})
+        self._write({"process": name, "clock": self._since, "wall": clock.wall()})
 
     def enter(self, state: str, **facts: float | str) -> None:
         """Change to a state; does nothing if the process is in it already, with the same facts."""

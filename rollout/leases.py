@@ -135,7 +135,7 @@ class HeldLeases:
         While an evaluation may have prompts left it requests those alone, even if a newer version is out.
         """
         if self._is_asking:
-            if self._clock.seconds() - self._asked_at > REPEAT_S:
+            if self._clock.now() - self._asked_at > REPEAT_S:
                 self._send()
             return
         groups = math.ceil(room / self._samples_per_prompt)
@@ -208,5 +208,5 @@ class HeldLeases:
         self._mailbox.send("hub", LeaseReturn(groups, attempts, is_gone))
 
     def _send(self) -> None:
-        self._asked_at = self._clock.seconds()
+        self._asked_at = self._clock.now()
         self._mailbox.send("hub", self._request)

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from ..comm.clock import Clock
+from ..comm.clock import REAL_TIME, Clock
 from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
@@ -69,7 +69,7 @@ class Rollout:
         self._evaluation_params = replace(self._params, temperature=recipe.eval.temperature)
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.from_recipe(recipe)
-        self._clock = clock or Clock(recipe.emulated.speed)
+        self._clock = clock or REAL_TIME
         streams = generator.can_stream and recipe.rollout.stream_tokens > 0
         settings = (recipe.batch.samples_per_prompt, self._pacing)
         self.leases = HeldLeases(self._mailbox, fleet.incarnation, *settings, can_continue=streams, clock=self._clock)

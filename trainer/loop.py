@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..comm.clock import Clock
+from ..comm.clock import REAL_TIME, Clock
 from ..comm.disk import say
 from ..comm.fleet import TRAINS_AGAIN, Fleet
 from ..comm.host_memory import give_back_heap
@@ -69,7 +69,7 @@ class Trainer:
         self.first_step += has_rows(self.learner, self.run_dir, self.first_step, self.run_id)
         self.micro_tokens = self._choose_micro_tokens(point.num_memory_deaths)
         self.step_log = self._open_step_log()
-        self.clock = clock or Clock(recipe.emulated.speed)
+        self.clock = clock or REAL_TIME
         self.trace = Trace(self.run_dir, fleet.name, self.clock)
         self.checkpoints = CheckpointWriter(
             self.run_dir, recipe.checkpoint, recipe.comm.deadline_s, is_lead=self.group.is_lead,
@@ -242,9 +242,9 @@ class Trainer:
 
     def step_trained(self, step: int) -> StepTrained:
         """The report of a step, with the seconds since the one before; those of a checkpoint are left out."""
-        busy_s, speed = self.clock.now() - self.resumed_at - self.waited_s, self.clock.speed
+        busy_s = self.clock.now() - self.resumed_at - self.waited_s
         self.resumed_at = self.clock.now()
-        return StepTrained(step, self.incarnation, busy_s / speed, self.waited_s / speed)
+        return StepTrained(step, self.incarnation, busy_s, self.waited_s)
 
     def next_for_training(self, step: int) -> Batch | AfterLastStep:
         """This rank's share of the next groups, or an evaluation; rows of other tasks get their columns meanwhile."""
@@ -343,7 +343,7 @@ class RunRecorder:
             "idle/actor": wait_s / step_s,
             "perf/throughput": tokens / step_s,
             "perf/max_memory_allocated_gb": _peak_memory_gb(),
-            **{f"wait/{whom}": seconds * self.clock.speed for whom, seconds in waited_seconds().items()},
+            **{f"wait/{whom}": seconds for whom, seconds in waited_seconds().items()},
         }
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens

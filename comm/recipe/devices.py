@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import FINITE, MAX_SECONDS, AtLeastOne, Count, NotNegative, Positive
+from .fields import MAX_SECONDS, AtLeastOne, Count, NotNegative, Positive
 
 
 class RelaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,8 +17,6 @@ class RelaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class EmulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`emulated.*`: the devices of an emulated run; by default a 32B policy on H800s (sources: docs/schedules.md)."""
 
-    speed: Annotated[float, Meta(ge=1e-3, le=FINITE)] = 1.0
-    """Emulated seconds per second; every time that a run reports is emulated."""
     gpus_per_rollout: Count = 4
     """GPUs of one rollout, which is a tensor-parallel replica."""
     train_gpus: Count = 32

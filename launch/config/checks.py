@@ -158,8 +158,6 @@ def _check_emulation(recipe: Recipe) -> None:
     emulated = is_emulated(recipe)
     if emulated and recipe.rollout.engine != recipe.trainer.engine:
         raise SettingError("rollout.engine and trainer.engine: emulate both or neither")
-    if not emulated and recipe.emulated.speed != 1:
-        raise SettingError("emulated.speed: only emulated devices (rollout.engine, trainer.engine) have a speed")
     if emulated and recipe.batch.passes > 1:
         raise SettingError("batch.passes: emulated devices train each group once")
     if emulated and recipe.lora.rank:

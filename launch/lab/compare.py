@@ -1,14 +1,12 @@
 """Compares the schedules: runs them in turn on the same prompts, seeds and devices, and tabulates their figures.
 
     python -m headrace.launch.lab compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--repack-train-gpus N]
-        [--only NAME ...] [--tune RUNS] [--seeds N] [--virtual] [--json FILE]
+        [--only NAME ...] [--tune RUNS] [--seeds N] [--json FILE]
 
-RECIPE emulates its devices. Each run is a run of `headrace.launch.run` in its own folder under `run.dir`, or one in virtual time
-(`virtual/`); a run of the same recipe that is finished there is not repeated. docs/schedules.md explains the rows.
+RECIPE emulates its devices. Each run is one in virtual time (`virtual/`) in its own folder under `run.dir`; a run of the same recipe that is finished there is not repeated. docs/schedules.md explains the rows.
 """
 
 import argparse
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,10 +35,6 @@ ABLATION = {
     "headrace": "+ no barrier, weights by relay",
 }
 """The technique that each schedule adds to the one before it."""
-CPU_LIMIT = 0.6
-"""Busy share of the machine's CPU above which emulated devices may have been late, so that the row is invalid."""
-LAG_LIMIT = 0.01
-"""Lateness of a process behind its devices, in shares of a step, above which the row is invalid."""
 REPACK_ROLLOUTS, REPACK_TRAIN_GPUS, REPACK_GROUPS = 16, 256, 512
 """Repack is measured on generation: with a trainer that never makes it wait, and the global batch of Laminar's section 9."""
 SET_BY_ROWS = ("run.schedule", "batch.prompts_per_step", "emulated.colocated", "repack.enabled")
@@ -113,9 +107,6 @@ def main(words: Sequence[str]) -> int:
         help="find and save each schedule's best knobs, with so many runs for each",
     )
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each variant; the table has medians")
-    parser.add_argument(
-        "--virtual", action="store_true", help="in virtual time: one process, no sleeps, any number of GPUs"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     arguments = parser.parse_intermixed_args(words)
     return exit_code(lambda: compare(read_recipe(arguments.recipe, arguments.overrides), arguments))
@@ -130,7 +121,7 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     _check_overrides(arguments.overrides, arguments.tune)
     pyplot()  # where matplotlib is missing, say so before the first run
     per_rollout = recipe.emulated.gpus_per_rollout
-    experiment = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir), arguments.virtual)
+    experiment = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir))
     rows: list[Measurement] = []
     results: dict[int, dict[str, Result]] = {}
     for num_gpus in arguments.gpus or [recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout]:
@@ -193,10 +184,7 @@ def _write_scaling(results: Mapping[int, Mapping[str, Result]], home: Path) -> N
     if not curves:
         return
     doubtful = {
-        (name, num)
-        for num, each in results.items()
-        for name, run in each.items()
-        if not (run.figures.is_settled and _is_valid(run))
+        (name, num) for num, each in results.items() for name, run in each.items() if not run.figures.is_settled
     }
     text = scaling_table(curves, "sync-colocated", doubtful)
     (home / "scaling.md").write_text(text, encoding="utf-8")
@@ -205,12 +193,10 @@ def _write_scaling(results: Mapping[int, Mapping[str, Result]], home: Path) -> N
 
 
 def middle(runs: Sequence[Result]) -> Result:
-    """The run with the median of the tokens per second, with the tokens per second of all and the latest one's lateness."""
+    """The run with the median of the tokens per second, with the tokens per second of all."""
     in_order = sorted(runs, key=lambda run: run.figures.tokens_per_s)
     speeds = tuple(run.figures.tokens_per_s for run in in_order)
-    cpu = max((run.cpu for run in runs if run.cpu is not None), default=None)
-    lag_s = max(run.lag_s for run in runs)
-    return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds, cpu=cpu, lag_s=lag_s)
+    return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds)
 
 
 def variants(
@@ -245,17 +231,14 @@ def variants(
 
 
 def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> None:
-    """Climb from each variant's present knobs with `budget` runs, and save the best beside the recipe.
-
-    A run that was late says nothing of its knobs: it is never the best one.
-    """
+    """Climb from each variant's present knobs with `budget` runs, and save the best beside the recipe."""
     for variant in entrants:
 
         def speed(knobs: Knobs, variant: Variant = variant) -> float:
             tried = replace(variant, knobs=knobs)
             result = experiment.run(tried.folder, tried.settings)
-            print_message(f"{tried.folder}: {result.figures.tokens_per_s:,.0f} tokens/s, {load_of(result)}")
-            return result.figures.tokens_per_s if _is_valid(result) else -math.inf
+            print_message(f"{tried.folder}: {result.figures.tokens_per_s:,.0f} tokens/s")
+            return result.figures.tokens_per_s
 
         most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
         knobs = variant.knobs
@@ -303,25 +286,10 @@ def table(results: Mapping[str, Result]) -> str:
             "staleness mean (max)": f"{f.mean_staleness:.2f} ({max(map(int, f.staleness))})",
             "latency mean / max, s": f"{f.latency.mean:.0f} / {f.latency.max:.0f}",
             "weight wait, s": f"{f.weight_wait_s:.1f}",
-            "machine's CPU (own), lag": load_of(result),
         }
         rows.append(cells)
     lines = [rows[0], ["---"] * len(rows[0]), *(cells.values() for cells in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _is_valid(result: Result) -> bool:
-    """Whether the machine was not too busy and no process too late; always so in virtual time."""
-    if result.cpu is None:
-        return True
-    return result.cpu <= CPU_LIMIT and result.lag_s <= LAG_LIMIT * result.figures.step_s
-
-
-def load_of(result: Result) -> str:
-    """The load of the machine during a run, the lateness of its processes, and whether these make its row invalid."""
-    if result.cpu is None or result.own_cpu is None:
-        return "virtual time"
-    return f"{result.cpu:.0%} ({result.own_cpu:.0%}), {result.lag_s:.1f} s{'' if _is_valid(result) else ' INVALID'}"
 
 
 def spread(result: Result) -> str:

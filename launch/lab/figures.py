@@ -90,7 +90,7 @@ def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: flo
         kv_util=sum(kv_utils) / max(len(kv_utils), 1),
         recompute_share=_growth([timeline.samples[name] for name in rollouts], "recomputed", window) * prefill_s,
         weight_wait_s=sum(waits) / len(waits) / len(inside),
-        latency=_latency(run_dir, timeline.speed, window),
+        latency=_latency(run_dir, window),
         staleness={lag: trained[lag] / trained.total() for lag in sorted(trained, key=int)},
         micro_batches=sum(row.get("perf/micro_batches", 0.0) for row in inside) / len(inside),
     )
@@ -140,7 +140,7 @@ def _growth(samples: Sequence[Sequence[CounterSample]], name: str, window: Windo
     return grown / len(samples) / window.seconds
 
 
-def latencies(run_dir: Path, speed: float, window: Window) -> dict[tuple[int, int, int], float]:
+def latencies(run_dir: Path, window: Window) -> dict[tuple[int, int, int], float]:
     """Seconds from lease to end of the trajectories that ended in the window, by (epoch, prompt, sample), from the journal."""
     begun: dict[tuple[int, int, int], float] = {}
     seconds: dict[tuple[int, int, int], float] = {}
@@ -148,15 +148,15 @@ def latencies(run_dir: Path, speed: float, window: Window) -> dict[tuple[int, in
         match event:
             case Leased(group=group, samples=samples):
                 for sample in samples:
-                    begun.setdefault((group.epoch, group.prompt, sample), event.t * speed)
-            case RowReady(row=row) if window.start <= event.t * speed < window.end:
+                    begun.setdefault((group.epoch, group.prompt, sample), event.t)
+            case RowReady(row=row) if window.start <= event.t < window.end:
                 key = (row.epoch, row.prompt, row.sample)
-                seconds[key] = event.t * speed - begun[key]
+                seconds[key] = event.t - begun[key]
             case _:
                 pass
     return seconds
 
 
-def _latency(run_dir: Path, speed: float, window: Window) -> Latency:
-    seconds = latencies(run_dir, speed, window).values()
+def _latency(run_dir: Path, window: Window) -> Latency:
+    seconds = latencies(run_dir, window).values()
     return Latency(sum(seconds) / max(len(seconds), 1), max(seconds, default=0.0))

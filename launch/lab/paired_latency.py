@@ -49,7 +49,7 @@ def paired_table(peer: "Result", ours: "Result") -> str:
 def _latencies(run_dir: Path) -> dict[tuple[int, int, int], float]:
     timeline = Timeline.read(run_dir)
     num_steps = len((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return latencies(run_dir, timeline.speed, window_of(timeline, num_steps))
+    return latencies(run_dir, window_of(timeline, num_steps))
 
 
 def _spread(seconds: list[float]) -> np.ndarray:

@@ -31,9 +31,8 @@ from .experiment import Experiment, exit_code
 from .figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
 from .profile import emulated_recipe, measured_part, profile_of, relay_seconds
 from .tuning import Knobs, climb
+from .warm_up import warm_up
 
-WARM_UP = {"run.steps": 20, "optimizer.lr_schedule": "constant", "optimizer.min_lr_ratio": 0}
-"""Settings of a warm-up run: so few steps have no room for the schedule of a long run."""
 MOST_STEPS = 24
 """Steps of a simulated run, unless the recipe has fewer."""
 LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS + 1
@@ -57,7 +56,7 @@ class Simulation:
         folder = home / f"{zlib.crc32(text.encode()):08x}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "devices.yaml").write_text(text, encoding="utf-8")
-        return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder, is_virtual=True, draws=False))
+        return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder, draws=False))
 
     def figures(self, knobs: Knobs, times: int = 1) -> Figures:
         """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
@@ -133,8 +132,8 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
         raise SettingError(f"--steps (or run.steps): at least {LEAST_STEPS}, to be measured; --runs: at least 1")
     home, run = Path(f"{recipe.run.dir}-plan"), arguments.run
     if run is None and not is_emulated(recipe):
-        warm_up = Experiment(arguments.recipe, arguments.overrides, home, draws=False)
-        run = Path(warm_up.run("warm-up", WARM_UP).folder)
+        run = home / "warm-up"
+        warm_up(arguments.recipe, arguments.overrides, run)
     job: MeasuredJob | None = None
     if run is not None:
         measured = _recipe_of(run)

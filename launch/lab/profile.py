@@ -54,7 +54,7 @@ def profile_of(run_dir: Path, recipe: Recipe) -> EmulatedSettings:
     timeline, window = measured_part(run_dir)
     steps = _steps(run_dir)[window.first : window.last]
     events = [event for _, event in read_events(run_dir / "journal.jsonl")]
-    inside = [event for event in events if window.start <= event.t * timeline.speed < window.end]
+    inside = [event for event in events if window.start <= event.t < window.end]
     num_rows = sum(sum(step["staleness/hist"].values()) for step in steps)
     responses = fmean(step["response_length/mean"] for step in steps)
     num_prompt = max(1, round(sum(map(_num_tokens, steps)) / num_rows - responses))

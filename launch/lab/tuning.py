@@ -50,7 +50,7 @@ class Knobs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 KNOBS = ("roles.rollout", "generator.max_running", "queue.capacity", "rollout.batch_groups")
 """The settings of `Knobs`, in the order of its fields."""
-_SIZES = ("emulated.speed", "emulated.train_gpus", "batch.prompts_per_step")
+_SIZES = ("emulated.train_gpus", "batch.prompts_per_step")
 """Settings that are in the key of tuned knobs, or change nothing of their runs."""
 
 Tuned = dict[str, dict[str, Knobs]]

@@ -30,9 +30,8 @@ class CounterSample(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """Spans and samples by process. Times are the wall clock's, in the run's seconds (emulated ones of an emulated run)."""
+    """Spans and samples by process. Times are the wall clock's."""
 
-    speed: float = 1.0
     spans: dict[str, list[Span]] = field(default_factory=dict)
     samples: dict[str, list[CounterSample]] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
@@ -60,8 +59,7 @@ class Timeline:
             except ValueError:
                 continue  # the last line of a process that was killed
             if "process" in line:
-                self.speed = line["speed"]
-                shift = line["wall"] * self.speed - line["clock"]
+                shift = line["wall"] - line["clock"]
                 self.started[name] = line["clock"] + shift
             elif "state" in line:
                 start, length = line.pop("t") + shift, line.pop("d")

@@ -63,12 +63,11 @@ class Hub:
         wall_clock: Callable[[], float] = time.time,
         evaluation: EvaluationPrompts | None = None,
         curriculum: Curriculum | None = None,
-        speed: float = 1.0,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox, self.state = mailbox, state
-        self.fleet_stats = FleetStats(speed)
+        self.fleet_stats = FleetStats()
         self._actor_error = ""
         self._is_memory_full = False
         self.results = Results(self.context, queue)
@@ -80,9 +79,7 @@ class Hub:
         self.saved_queue = SavedQueue(self.context, self.prompts, admission, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
-        self.health = Health(
-            self.context, queue, admission.per_step, dispatcher, self.fleet_stats, lambda: clock() / speed, patience_s
-        )
+        self.health = Health(self.context, queue, admission.per_step, dispatcher, self.fleet_stats, clock, patience_s)
         # Rows are handed out before groups are leased, since that makes room in the queue.
         self.handlers: tuple[Handler, ...] = (
             self.prompts, self.results, self.saved_queue, self.evaluations, dispatcher, self.partials, self.leases,

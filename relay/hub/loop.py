@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...comm import threads
-from ...comm.clock import Clock
+from ...comm.clock import REAL_TIME, Clock
 from ...comm.disk import say
 from ...comm.fleet import Fleet
 from ...comm.messages import (
@@ -58,7 +58,7 @@ def run(
     fleet: Fleet, recipe: Recipe, clock: Clock | None = None, on_open: Callable[[Hub], None] = lambda _: None
 ) -> None:
     """The hub's process, from the first message to the summary; `on_open` is called with the hub before that message."""
-    hub = open_hub(fleet, recipe, clock or Clock(recipe.emulated.speed))
+    hub = open_hub(fleet, recipe, clock or REAL_TIME)
     on_open(hub)
     loop = HubLoop(hub, fleet)
     if hub.state.hub_restarts:
@@ -86,8 +86,7 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
     return Hub(
         mailbox, state, journal, pool, admission, queue, recipe.repack, clock.now, tasks, clock.wall,
-        evaluation=open_evaluation(recipe), curriculum=open_curriculum(recipe), speed=clock.speed,
-        patience_s=max(PATIENCE_S, 4 * max(calls_s)),
+        evaluation=open_evaluation(recipe), curriculum=open_curriculum(recipe), patience_s=max(PATIENCE_S, 4 * max(calls_s)),
     )  # fmt: skip
 
 

@@ -27,11 +27,10 @@ class FleetStats:
     """Folds reports into the `idle/*`, `rollout/*`, `queue/*`, `weights/*` and `repack/*` metrics of a step.
 
     A step may take several snapshots, and its metrics are those of the last one. `finish_step` begins the next step at that
-    snapshot, so work that came later counts in the next step. `speed` emulated seconds are one of the journal's.
+    snapshot, so work that came later counts in the next step.
     """
 
-    def __init__(self, speed: float = 1.0) -> None:
-        self._speed = speed
+    def __init__(self) -> None:
         self._meters: dict[str, _Meter] = {}
         self._sums: dict[str, float] = defaultdict(float)
 
@@ -67,7 +66,7 @@ class FleetStats:
         ready = len(state.queue.ready)
         sums = {metric: amount for metric, amount in self._sums.items() if amount}
         out = {"queue/ready": float(ready), "queue/leased": float(state.num_queued - ready), **sums}
-        out["queue/starved_s"] = state.window.starved_s * self._speed
+        out["queue/starved_s"] = state.window.starved_s
         for role in ("relay", "rollout"):
             meters = [meter for name, meter in self._meters.items() if role_of(name) == role]
             busy = sum(meter.now.busy_s - meter.before.busy_s for meter in meters)

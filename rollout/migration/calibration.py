@@ -48,7 +48,7 @@ def calibrate(generator: "Generator", max_batch: int, clock: Clock = REAL_TIME) 
 
     The batch is doubled until a step takes `SLOWDOWN_LIMIT` times as long as the fastest.
     """
-    started = clock.seconds()
+    started = clock.now()
     params = SamplingParams(max_new_tokens=generator.context, ignore_eos=True)
     prefill_s = _prefill_s(generator, params, clock)
     curve: list[tuple[int, float]] = []
@@ -59,7 +59,7 @@ def calibrate(generator: "Generator", max_batch: int, clock: Clock = REAL_TIME) 
         if (seconds := _step_s(generator, batch, clock)) is None:
             break
         curve.append((batch, seconds))
-        if seconds > SLOWDOWN_LIMIT * min(s for _, s in curve) or clock.seconds() - started > PATIENCE_S:
+        if seconds > SLOWDOWN_LIMIT * min(s for _, s in curve) or clock.now() - started > PATIENCE_S:
             break
     _drop_all(generator)
     return GeneratorProfile(batch_bound(curve), prefill_s)
@@ -92,9 +92,9 @@ def _step_s(generator: "Generator", batch: int, clock: Clock) -> float | None:
         return None
     seconds: list[float] = []
     for _ in range(STEPS):
-        started = clock.seconds()
+        started = clock.now()
         generator.step()
-        seconds.append(clock.seconds() - started)
+        seconds.append(clock.now() - started)
     return min(seconds)
 
 
@@ -102,10 +102,10 @@ def _prefill_s(generator: "Generator", params: SamplingParams, clock: Clock) -> 
     """Seconds per token of a long prompt."""
     prompt = _prompt(generator, 512)
     generator.add_group(prompt, params, [-1])
-    started = clock.seconds()
+    started = clock.now()
     while generator.num_waiting:
         generator.step()
-    seconds = clock.seconds() - started
+    seconds = clock.now() - started
     _drop_all(generator)
     return seconds / len(prompt)
 

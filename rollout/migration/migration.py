@@ -86,7 +86,7 @@ class Migration:
         self._keeps_groups = recipe.reward.batch == "group"
         self._max_batch = recipe.generator.max_running
         self._trace = trace
-        self._seconds = trace.clock.seconds
+        self._seconds = trace.clock.now
         self._deadlines = deadlines or MoveDeadlines()
         self.profile: GeneratorProfile | None = None
         """None until `begin`: every order and offer is refused."""

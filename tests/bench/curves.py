@@ -35,7 +35,7 @@ from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
 from headrace.comm.waits import waiting
 from headrace.launch.config.load import read_recipe, save_recipe
-from headrace.launch.lab.experiment import OwnCpu, busy_and_all, exit_code
+from headrace.launch.lab.experiment import exit_code
 from headrace.launch.processes.child import Child, describe_exit, print_message
 from headrace.launch.recipes import addition, step_speed
 from headrace.relay.checkpoints import CheckpointFolder
@@ -268,6 +268,24 @@ def _header(cell: Cell, recipe: Recipe, options: argparse.Namespace) -> dict[str
         "with": _output([python, "-c", names % sorted(versions)]), "cores": len(os.sched_getaffinity(0)),
         "cpu": models[0].partition(": ")[2] if models else platform.machine(),
     }  # fmt: skip
+
+
+class OwnCpu:
+    """The share of the machine that the child processes take from now on."""
+
+    def __init__(self) -> None:
+        self._before = os.times()
+
+    def share(self) -> float:
+        after, before = os.times(), self._before
+        busy = after.children_user + after.children_system - before.children_user - before.children_system
+        return busy / (after.elapsed - before.elapsed) / (os.cpu_count() or 1)
+
+
+def busy_and_all() -> tuple[float, float]:
+    """Ticks that all CPUs of this machine were busy, and all ticks, since it started."""
+    ticks = [float(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
 def _speed() -> float | None:

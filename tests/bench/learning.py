@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.launch.lab.experiment import CpuMonitor
+from headrace.launch.lab.warm_up import run_to_end
 from headrace.launch.processes.child import print_message
 
 from .harness import Measurement, Options, medians
@@ -120,7 +120,7 @@ def run_once(words: Sequence[str], target: float, policy: str | None) -> Outcome
         settings = [f"run.dir={run_dir}", "run.save_rows=none", "roles.rollout=1", *words]
         if policy:
             settings.append(f"model.path={policy}")
-        if code := CpuMonitor().watch([sys.executable, "-m", "headrace.launch.quickstart", *settings]):
+        if code := run_to_end([sys.executable, "-m", "headrace.launch.quickstart", *settings]):
             raise RuntimeError(f"a run ended with {code}: {' '.join(settings)}")
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return outcome_of([json.loads(line) for line in lines], target)

@@ -36,7 +36,7 @@ optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.m
 critic.lr critic.clip_value critic.warmup_steps
 checkpoint.every checkpoint.every_minutes checkpoint.keep checkpoint.best checkpoint.grace_s
 relay.staging_device
-emulated.speed emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.step_ms emulated.weights_ms
+emulated.gpus_per_rollout emulated.train_gpus emulated.colocated emulated.step_ms emulated.weights_ms
 emulated.request_us emulated.kv_ns emulated.prefill_us emulated.kv_tokens emulated.kv_token_bytes emulated.kv_gb_s
 emulated.stretch emulated.prompt_tokens emulated.median_tokens emulated.p99_over_median emulated.lengths emulated.train_us
 emulated.update_s emulated.micro_batch_s emulated.weights_gb emulated.push_gb_s emulated.chain_gb_s emulated.pull_gb_s emulated.broadcast_gb_s

@@ -13,7 +13,7 @@ from support.policies import tiny_policy
 
 from headrace.launch.config.checks import check_recipe, check_run_folder
 from headrace.launch.config.load import read_recipe
-from headrace.launch.lab.plan import WARM_UP
+from headrace.launch.lab.warm_up import WARM_UP
 from headrace.launch.processes.secret import SECRET_FILE
 from headrace.launch.run import main
 from headrace.relay.journal.journal import Journal

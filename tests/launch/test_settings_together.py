@@ -41,7 +41,6 @@ EXCLUDED = [
     ("generator.exact=true trainer.offload=true", "trainer.offload: not with generator.exact"),
     ("rollout.engine=emulated", "rollout.engine and trainer.engine: emulate both"),
     ("trainer.engine=emulated", "rollout.engine and trainer.engine: emulate both"),
-    ("emulated.speed=2", "emulated.speed: only emulated devices"),
     (f"{EMULATED} batch.passes=2", "batch.passes: emulated devices"),
     (f"{EMULATED} lora.rank=2", "lora.rank: emulated devices"),
     (f"{EMULATED} roles.actor=2", "roles.actor: one process emulates"),

@@ -17,13 +17,13 @@ from headrace.launch.lab.virtual.simulation import FaultyRun
 
 T = TypeVar("T")
 BASE: dict[str, object] = EMULATED | {
-    "emulated.speed": 1, "emulated.median_tokens": 60, "sampling.max_new_tokens": 200, "generator.max_running": 8,
+    "emulated.median_tokens": 60, "sampling.max_new_tokens": 200, "generator.max_running": 8,
     "run.save_rows": "recovery", "comm.expiry_s": 3, "comm.deadline_s": 60, "repack.period_s": 1,
     "repack.batch_bound": 8,
 }  # fmt: skip
 SECONDS = (0.5, 1.0, 2.0, 5.0, 8.0)
 STEP_S = 0.8
-"""About the time of a step, in emulated seconds."""
+"""About the time of a step, in seconds of the run."""
 HISTORIES = Path(__file__).parents[1] / "assets" / "histories"
 """Histories that showed a mistake once, as JSON."""
 SHORT_RUNS = (10, 15, 20)

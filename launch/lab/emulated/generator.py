@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ....comm.clock import Clock
+from ....comm.clock import REAL_TIME, Clock
 from ....comm.fleet import Fleet
 from ....comm.recipe import Recipe
-from ....comm.trace import write_lag
 from ....relay.weights.layout import Layout
 from ....relay.weights.pinned import host_buffer
 from ....relay.weights.reader import WeightReader
@@ -85,7 +83,7 @@ class EmulatedGenerator:
     def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, reader: Reader | None = None) -> None:
         self.settings = e = recipe.emulated
         self.seed = recipe.run.seed
-        self.clock = clock or Clock(e.speed)
+        self.clock = clock or REAL_TIME
         self.transfer = EmulatedTransfer(e, recipe.run.schedule)
         layout = Layout.of(dummy_weights(e), torch.float32)
         reader = reader or WeightReader(fleet, layout, recipe.comm)
@@ -94,9 +92,6 @@ class EmulatedGenerator:
         self.context = 1 << 30
         self.kv_capacity = e.kv_tokens
         self.kv_token_bytes = e.kv_token_bytes
-        self.lag_s = 0.0
-        self._run_dir, self._name = Path(recipe.run.dir), fleet.name
-        """The largest delay of this process behind its device so far, in emulated seconds."""
         self._until = self.clock.now()
         """Time at which the device finishes its present work."""
         self._params: dict[int, SamplingParams] = {}
@@ -182,7 +177,6 @@ class EmulatedGenerator:
                 self.device.add([sequence])
 
     def close(self) -> None:
-        write_lag(self._run_dir, self._name, self.lag_s)
         self.weights.close()
 
     def _sequence(self, number: int, num_prompt: int, params: SamplingParams) -> EmulatedSequence:
@@ -203,7 +197,7 @@ class EmulatedGenerator:
     def _sleep_for(self, seconds: float) -> None:
         """Return after `seconds` more of the device's own time, so that one late wake-up delays no later step."""
         self._until += seconds
-        self.lag_s = max(self.lag_s, self.clock.sleep_until(self._until))
+        self.clock.sleep_until(self._until)
 
 
 def _content(sequence: EmulatedSequence) -> tuple[list[int], list[int], list[float]]:

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....comm.clock import Clock
+from ....comm.clock import REAL_TIME, Clock
 from ....comm.fleet import Fleet
 from ....comm.recipe import Recipe
-from ....comm.trace import write_lag
 from ....relay.queue.batch import Batch
 from ....relay.weights.layout import Layout
 from ....relay.weights.publisher import WeightPublisher
@@ -40,14 +39,12 @@ class EmulatedLearner:
         e = recipe.emulated
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0
-        self.lag_s = 0.0
-        self._run_dir, self._name = Path(recipe.run.dir), fleet.name
         self._token_s = e.train_us * 1e-6 / e.train_gpus
         self._micro_batch_s, self._update_s = e.micro_batch_s, e.update_s
         self._update_ends = recipe.batch.update_ends
         self._num_groups = 0
         self._transfer = EmulatedTransfer(e, recipe.run.schedule)
-        self._clock = clock or Clock(e.speed)
+        self._clock = clock or REAL_TIME
         self._until = self._clock.now()
         self._busy_s = 0.0
         self._weights = dummy_weights(e)
@@ -103,7 +100,6 @@ class EmulatedLearner:
         self.version = int((folder / _VERSION_FILE).read_text(encoding="utf-8"))
 
     def close(self) -> None:
-        write_lag(self._run_dir, self._name, self.lag_s)
         self._publisher.close()
 
     def _begin(self) -> None:
@@ -113,4 +109,4 @@ class EmulatedLearner:
     def _sleep_for(self, seconds: float) -> None:
         self._until += seconds
         self._busy_s += seconds
-        self.lag_s = max(self.lag_s, self._clock.sleep_until(self._until))
+        self._clock.sleep_until(self._until)

@@ -114,7 +114,7 @@ class VirtualRollout:
     ) -> None:
         from ....rollout.loop import Rollout  # a role's loop is imported where its process begins
 
-        self.clock = OwnClock(world, recipe.emulated.speed)
+        self.clock = OwnClock(world)
         self.generator = EmulatedGenerator(fleet, recipe, self.clock, versions)
         self.loop = Rollout(
             fleet,

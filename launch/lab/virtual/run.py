@@ -26,7 +26,7 @@ class VirtualRun:
 
         self.recipe = recipe = replace(recipe, run=replace(recipe.run, save_rows="none", resume="never"))
         self.world = World()
-        self._clock = WorldClock(self.world, recipe.emulated.speed)
+        self._clock = WorldClock(self.world)
         self._mailboxes = VirtualMailboxes(self.world)
         self._everyone: dict[str, Member] = {}
         self._versions = VirtualVersions()

@@ -56,8 +56,8 @@ RUN_AGAIN_S = 1.0
 class SimulatedClock(WorldClock):
     """The world's time; the wall clock may be set by the user of the host."""
 
-    def __init__(self, world: World, speed: float) -> None:
-        super().__init__(world, speed)
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
         self.wall_error = 0.0
 
     def wall(self) -> float:
@@ -106,7 +106,7 @@ class FaultyRun:
         self.recipe = replace(recipe, run=replace(recipe.run, dir=str(folder)))
         self.plan = plan
         self.world = World()
-        self.clock = SimulatedClock(self.world, recipe.emulated.speed)
+        self.clock = SimulatedClock(self.world)
         self.hub: Hub | None = None
         self.checks = Checks(self)
         self.num_starts = 0

@@ -38,7 +38,7 @@ class Waiter(Protocol):
 
 
 class World:
-    """Events in the order of their times, which are emulated seconds; of one moment, the first planned comes first."""
+    """Events in the order of their times; of one moment, the first planned comes first."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -86,45 +86,35 @@ class World:
             self.num_events += 1
             act()
             return
-        assert moment < math.inf, (
-            f"nothing is left to happen after {self.now:.1f} emulated seconds: the run stands still"
-        )
+        assert moment < math.inf, f"nothing is left to happen after {self.now:.1f} s: the run stands still"
         self.now = max(now, moment)
 
 
 class WorldClock(Clock):
-    """The time of the world; `speed` emulated seconds are one second, as in a real run."""
+    """The time of the world."""
 
-    def __init__(self, world: World, speed: float) -> None:
-        super().__init__(speed)
+    def __init__(self, world: World) -> None:
         self._world = world
 
     def now(self) -> float:
         return self._world.now
 
-    def seconds(self) -> float:
-        return self.now() / self.speed
-
     def wall(self) -> float:
-        return self.seconds()
+        return self.now()
 
-    def sleep_until(self, moment: float) -> float:
-        late = self.now() - moment
+    def sleep_until(self, moment: float) -> None:
         self._world.run_to(moment)
-        return max(0.0, late)
 
 
 class OwnClock(WorldClock):
     """The time of a process that may be ahead of the world: its sleep returns at once, later."""
 
-    def __init__(self, world: World, speed: float) -> None:
-        super().__init__(world, speed)
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
         self._ahead = 0.0
 
     def now(self) -> float:
         return max(self._ahead, self._world.now)
 
-    def sleep_until(self, moment: float) -> float:
-        late = self.now() - moment
+    def sleep_until(self, moment: float) -> None:
         self._ahead = max(self._ahead, moment)
-        return max(0.0, late)

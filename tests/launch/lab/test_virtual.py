@@ -133,9 +133,7 @@ def test_latencies_are_compared_trajectory_by_trajectory(tmp_path: Path):
         folder = tmp_path / name
         run_of(folder, run__schedule="sync", run__steps=7, **device)
         timeline = Timeline.read(folder)
-        results.append(
-            Result(str(folder), 2, 32, None, None, figures_of(folder, timeline, window_of(timeline, 7), 0.0))
-        )
+        results.append(Result(str(folder), 2, 32, figures_of(folder, timeline, window_of(timeline, 7), 0.0)))
     pairs = PairedLatency.of(tmp_path / "slower", tmp_path / "one")
     assert pairs.num == 2 * 16, "two steps are measured"
     assert pairs[1:] == pytest.approx([2] * 4, rel=0.05)
@@ -171,15 +169,15 @@ def test_long_trajectories_move_to_another_rollout(tmp_path: Path):
 
 def test_a_process_that_is_ahead_sends_its_messages_when_its_work_is_done():
     world = World()
-    clock, order = OwnClock(world, 20.0), []
+    clock, order = OwnClock(world), []
     world.at(1.0, lambda: order.append("soon"))
-    assert clock.sleep_until(5.0) == 0.0
-    assert (clock.now(), clock.seconds(), world.now) == (5.0, 0.25, 0.0), "its time passed, the world's did not"
+    clock.sleep_until(5.0)
+    assert (clock.now(), world.now) == (5.0, 0.0), "its time passed, the world's did not"
     world.at(clock.now(), lambda: order.append("when done"))
-    assert WorldClock(world, 20.0).sleep_until(4.0) == 0.0
+    WorldClock(world).sleep_until(4.0)
     assert (order, world.now) == (["soon"], 4.0)
     world.run_until(lambda: len(order) == 2)
-    assert world.now == 5.0 and clock.sleep_until(4.0) == 1.0, "late"
+    assert world.now == 5.0
 
 
 def test_a_run_without_anything_left_to_happen_is_an_error():
@@ -190,14 +188,14 @@ def test_a_run_without_anything_left_to_happen_is_an_error():
 def test_schedules_are_compared_in_virtual_time_at_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = [
         str(RECIPE), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "batch.samples_per_prompt=2", "--gpus", "16", "32",
-        "--fixed-batch", "16", "--only", "sync-colocated", "partial", "headrace", "--virtual",
+        "--fixed-batch", "16", "--only", "sync-colocated", "partial", "headrace",
         "--json", str(tmp_path / "rows.json"),
     ]  # fmt: skip
     assert compare.main(words) == 0
     ratios = {row["name"]: row["ratio"] for row in json.loads((tmp_path / "rows.json").read_text())}
     assert Counter(name.split("-")[-1] for name in ratios) == {"16gpus": 4, "32gpus": 4}
     assert ratios["headrace-over-partial-16gpus"] > 0 and ratios["sync-colocated-32gpus"] == 1.0
-    assert "virtual time" in capsys.readouterr().out
+    assert "| partial |" in capsys.readouterr().out
     assert "| schedule | 16 GPUs | 32 GPUs |" in (tmp_path / "runs" / "scaling.md").read_text()
     assert (tmp_path / "runs" / "scaling.png").stat().st_size > 5000
 
@@ -232,7 +230,7 @@ def test_an_entrant_is_tuned_within_its_budget_and_then_compared_with_several_se
     recipe.write_text(RECIPE.read_text().replace("samples_per_prompt: 16", "samples_per_prompt: 2"))
     words = [
         str(recipe), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "--gpus", "16",
-        "--fixed-batch", "16", "--only", "partial", "--tune", "3", "--seeds", "2", "--virtual",
+        "--fixed-batch", "16", "--only", "partial", "--tune", "3", "--seeds", "2",
     ]  # fmt: skip
     assert compare.main(words) == 0
     folders = {path.parent.name for path in (tmp_path / "runs").glob("*/outcome.json")}

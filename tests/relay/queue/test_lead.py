@@ -38,7 +38,7 @@ class Job:
             "data.path": folder / "prompts.jsonl", "roles.rollout": self.rollouts, "batch.prompts_per_step": GROUPS,
             "batch.samples_per_prompt": SAMPLES, "queue.lead": lead, "queue.filter_zero_std": bool(self.filtered),
             "generator.max_running": 16, "sampling.max_new_tokens": 16384, "optimizer.micro_tokens": 16384,
-            "repack.enabled": False, "emulated.speed": 100, "emulated.train_us": 820 * 32, "emulated.train_gpus": self.gpus,
+            "repack.enabled": False, "emulated.train_us": 820 * 32, "emulated.train_gpus": self.gpus,
             "emulated.request_us": 41 * 32, "emulated.weights_ms": 11.5, "emulated.kv_ns": 0, "emulated.prefill_us": 0,
             "emulated.prompt_tokens": 1, "emulated.chain_gb_s": 1e6, "emulated.pull_gb_s": 1e6, "emulated.stretch": 128,
         }  # fmt: skip
