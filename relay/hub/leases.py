@@ -206,6 +206,9 @@ class Leases(Handler):
             if choice.starts_again:
                 self.partials.give_up(group.row_ids(RowStatus.WANTED))
         answered = {"version": choice.version, "holder": holder, "request_id": request.request_id}
+        oldest = min((partial.version for partial in choice.partials.values()), default=choice.version)
+        if oldest < choice.version:
+            answered["oldest"] = oldest
         self.context.commit(
             ev.Leased(group=group_id, samples=samples, attempt=attempt, passed_over=passed_over, **answered)
         )

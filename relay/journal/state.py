@@ -80,7 +80,8 @@ def _(event: ev.Leased, state: HubState) -> None:
         assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
         row.status, row.attempt = RowStatus.LEASED, event.attempt
-        row.version, row.holder = event.version, event.holder
+        row.version = event.version if event.oldest is None else event.oldest
+        row.holder = event.holder
     state.evaluations.num_leased += len(event.samples) * event.group.is_evaluation
     state.queue.update(group)
     state.incarnations[event.holder] = event.request_id >> 32

@@ -198,6 +198,7 @@ def test_where_versions_may_mix_a_begun_row_continues_unless_its_first_tokens_ar
     assert isinstance(grant, LeaseGrant)
     assert (grant.version, grant.leases[0].group) == (2, begun)
     assert len(grant.leases[0].partials) == (bound == 4)
+    assert s.hub.state.queue.version_of[begun] == (0 if bound == 4 else 2), "its deadline counts from its first tokens"
 
 
 def test_rows_that_a_dead_rollout_wrote_without_a_report_are_dropped(scene: MakeScene):
