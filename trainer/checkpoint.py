@@ -4,6 +4,7 @@ The state is copied into the host's memory between two steps (`staged`); a threa
 says what makes a checkpoint whole.
 """
 
+import os
 import shutil
 import threading
 import warnings
@@ -206,11 +207,12 @@ class CheckpointWriter:
             wait.until(lambda: not thread.is_alive() or (not wait.remaining_s and self._num_bytes() > num_bytes))
 
     def _num_bytes(self) -> int:
-        """The size of the newest checkpoint so far; its files may be renamed meanwhile."""
+        """The size of the newest checkpoint so far. Its files may be renamed and its folders removed meanwhile."""
         found = 0
-        for path in self.folder.path(self.newest).rglob("*"):
-            with suppress(OSError):
-                found += path.stat().st_size
+        for folder, _, files in os.walk(self.folder.path(self.newest)):  # unlike `rglob`, it passes over what is gone
+            for name in files:
+                with suppress(OSError):
+                    found += Path(folder, name).stat().st_size
         return found
 
     def _run(self, step: int, write: Callable[[Path], None], score: float | None) -> None:

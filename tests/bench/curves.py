@@ -109,7 +109,7 @@ PLAN = (
     *(Cell("addition", side, lr, 0, 60) for lr in (3e-5, 2e-5) for side in ("headrace", "sync", "trl")),
     *(Cell("addition", side, 3e-5, 1, 60) for side in ("headrace", "sync", "trl")),
     *(Cell("addition", "headrace-lora", lr, 0, 60) for lr in (3e-4, 6e-4)),
-    *(Cell("gsm8k", side, 2e-5, 0, 40) for side in ("headrace", "sync")),
+    *(Cell("gsm8k", side, 2e-5, 0, 24) for side in ("headrace", "sync")),
     *(Cell("two-calls", side, 2e-5, 0, 40) for side in ("headrace", "sync")),
 )
 """The runs of docs/results.md."""

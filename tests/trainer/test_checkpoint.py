@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,33 @@ def test_a_disk_that_was_full_for_a_moment_costs_one_checkpoint(tmp_path: Path, 
     disk.writer.begin(4, lambda: fail)
     disk.writer.close()
     assert disk.writer.folder.whole() == {} and "this checkpoint is given up" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_removed_while_its_size_is_read_costs_the_trainer_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk, scandir, given_up = Disk(tmp_path), os.scandir, list[Path]()
+
+    def list_what_is_gone(path: str | Path) -> Any:
+        if threading.current_thread() is threading.main_thread() and not given_up:
+            given_up.append(Path(path))
+            shutil.rmtree(path)
+            disk.may_write.set()
+        return scandir(path)
+
+    is_begun = threading.Event()
+
+    def write(folder: Path) -> None:
+        is_begun.set()
+        assert disk.may_write.wait(60)
+        folder.mkdir()
+        disk.write(folder)
+
+    disk.writer.begin(4, lambda: write)
+    assert is_begun.wait(60)
+    monkeypatch.setattr(os, "scandir", list_what_is_gone)
+    disk.writer.close()
+    assert given_up == [disk.writer.folder.path(4)] and disk.reported == [4]
 
 
 def test_the_scores_that_are_on_the_disk_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
