@@ -187,7 +187,7 @@ class HeldLeases:
     def held_rows(self, *moving: LeasedRow) -> HeldRows:
         """The message that names every row held, and those `moving` that no other rollout has claimed."""
         rows = [*self.held.values(), *moving]
-        return HeldRows([row.row_id for row in rows], [row.attempt for row in rows])
+        return HeldRows([row.row_id for row in rows], [row.attempt for row in rows], self._request.incarnation)
 
     def _hold(self, lease: Lease, version: int) -> list[LeasedRow]:
         row = msgspec.json.decode(lease.row)

@@ -121,10 +121,11 @@ class SampleScored(Message, frozen=True, kw_only=True):
 
 
 class HeldRows(Message, frozen=True):
-    """A rollout's answer to `Stop`: name and attempt of each unfinished trajectory that it held."""
+    """A rollout's answer to `Stop`: name and attempt of each unfinished trajectory that this incarnation held."""
 
     rows: list[RowId]
     attempts: list[int]
+    incarnation: int = 1
 
 
 class LoadReport(Message, frozen=True, kw_only=True):

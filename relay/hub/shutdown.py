@@ -96,8 +96,10 @@ class Shutdown:
         holdings = self._collect(HeldRows, rollouts)
         extra_s = self.grace_s if end.status == "interrupted" else 0.0
         done = done or next(iter(self._collect(TrainingDone, actors, extra_s).values()), None)
-        for missing in hub.leases.holders() - set(holdings):
-            hub.on_process_death(missing, "gone when the run ended")
+        for holder in sorted(hub.leases.holders()):
+            # The next incarnation of a process that died after its `Stop` answers in its place, and has none of its rows.
+            if holder not in holdings or holdings[holder].incarnation > hub.state.incarnations[holder]:
+                hub.on_process_death(holder, "gone when the run ended")
         units = self._collect(StoredRows, self._tell("relay", ListStoredRows(at_end=True), gone))
         self._give_up_beside(
             {storage_id_of(m.name, m.incarnation) for m in self.fleet.members("relay") if m.name in units}
