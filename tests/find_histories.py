@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from mutate import Tree
-from support.histories import HISTORIES, History
+from simulation.histories import HISTORIES, History
 from support.mutations import Mutation, mutations
 
-_FILE = "tests/launch/lab/test_simulation.py"
+_FILE = "tests/simulation/test_simulation.py"
 
 
 def main(words: list[str]) -> int:

@@ -24,7 +24,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.histories import History, SeededChooser, history, problem, run, shrunk
+from simulation.histories import History, SeededChooser, history, problem, run, shrunk
 
 _PART = 20
 """Histories of one task of a process."""

@@ -80,7 +80,9 @@ def test_the_product_imports_nothing_of_the_tests():
         for node in ast.walk(TREES[path]):
             named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             named += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not {name.partition(".")[0] for name in named} & {"bench", "support", "tests"}, name_of(path)
+            assert not {name.partition(".")[0] for name in named} & {"bench", "simulation", "support", "tests"}, (
+                name_of(path)
+            )
 
 
 def test_no_modules_import_each_other_in_a_circle_even_when_they_run_or_for_types_alone():

@@ -2,7 +2,6 @@
 
 The hub, admission, schedules, leases, repack, claims, pacing, the rollout's and the trainer's loop and the emulated devices are
 those of a real run; mailboxes, storage units and the weights' way have counterparts here that carry no bytes.
-`simulation.py` runs the same under faults, with the loops as threads that take turns.
-Invariant: a run depends on its recipe, and its plan of faults, alone.
+Invariant: a run depends on its recipe alone.
 Start reading at `run.py`, then `world.py`.
 """

@@ -1,8 +1,7 @@
 """Rollouts in virtual time: the real loop, its turns as events, and what it needs instead of threads and bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from ....rollout.row_writer import FinishedRow
 from ..emulated.generator import EmulatedGenerator
 from ..emulated.rewards import EmulatedRewards
 from .world import OwnClock, World
-
-if TYPE_CHECKING:
-    from .processes import VirtualProcess
 
 UNIT = storage_id_of("relay-0", 1)
 """The storage unit that every row is said to be in."""
@@ -74,7 +70,7 @@ class Parcel:
     link: str = ""
     seconds: float | None = None
     done: bool = True
-    source: "VirtualProcess | None" = None
+    source_is_gone: Callable[[], bool] = lambda: False
     error: str = ""
 
     def rows(self) -> list[MovedRow]:

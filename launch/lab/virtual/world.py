@@ -3,7 +3,7 @@
 A rollout's clock runs ahead of the heap: a turn of its loop begins at the time of its event, and passes the time of its work
 on a clock of its own; its next turn is an event at the end of it. So its messages leave when its work is done, and those that
 arrive meanwhile wait for its next turn, as in a process that sleeps. There is one trainer: its clock handles the events of the
-others while it waits. A simulation of whole processes has threads too (`processes.py`).
+others while it waits.
 """
 
 import heapq

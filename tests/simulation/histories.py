@@ -12,8 +12,9 @@ import msgspec
 from support.emulated_run import EMULATED
 
 from headrace.launch.config.load import read_recipe
-from headrace.launch.lab.virtual.faults import EVENTS, MESSAGES, TARGETS, Kind, PlannedFault
-from headrace.launch.lab.virtual.simulation import FaultyRun
+
+from .faults import EVENTS, MESSAGES, TARGETS, Kind, PlannedFault
+from .simulation import FaultyRun
 
 T = TypeVar("T")
 BASE: dict[str, object] = EMULATED | {

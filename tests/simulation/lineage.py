@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ....comm.clock import Clock
-from ....comm.fleet import Fleet
-from ....comm.recipe import Recipe
-from ....relay.queue.batch import Batch
-from ....trainer.step_stats import StepStats
-from ..emulated.learner import EmulatedLearner
-from .training import VirtualPublisher
+from headrace.comm.clock import Clock
+from headrace.comm.fleet import Fleet
+from headrace.comm.recipe import Recipe
+from headrace.launch.lab.emulated.learner import EmulatedLearner
+from headrace.launch.lab.virtual.training import VirtualPublisher
+from headrace.relay.queue.batch import Batch
+from headrace.trainer.step_stats import StepStats
 
 REFERENCE_TOKEN_S = 0.0005
 """Emulated seconds of the reference, for each token."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from ....comm.messages import DrainRequested
-from ....comm.messages.base import role_of
+from headrace.comm.messages import DrainRequested
+from headrace.comm.messages.base import role_of
 
 if TYPE_CHECKING:
     from .simulation import FaultyRun

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from greenlet import getcurrent, greenlet
 
-from .world import World
+from headrace.launch.lab.virtual.world import World
 
 
 class Killed(BaseException):

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from ....comm.messages import RowId
-from ....comm.recipe import Recipe
-from ....relay.journal import events as ev
-from ....relay.journal.events import decode_event
-from ....relay.journal.journal import replay
-from ....relay.journal.records import RowStatus
-from ....relay.journal.state import HubState, apply
-from ....relay.queue.schedules import schedule_of
+from headrace.comm.messages import RowId
+from headrace.comm.recipe import Recipe
+from headrace.relay.journal import events as ev
+from headrace.relay.journal.events import decode_event
+from headrace.relay.journal.journal import replay
+from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.state import HubState, apply
+from headrace.relay.queue.schedules import schedule_of
+
 from .processes import Killed, VirtualProcess
 
 if TYPE_CHECKING:
-    from ....relay.hub.hub import Hub
-    from ....rollout.loop import Rollout
+    from headrace.relay.hub.hub import Hub
+    from headrace.rollout.loop import Rollout
+
     from .cluster import Cluster
 
 WIDEST_STEPS = 64.0

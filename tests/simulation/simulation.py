@@ -18,28 +18,29 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
-from ....comm import threads
-from ....comm.errors import HeadraceError
-from ....comm.fleet import Member, member_name
-from ....comm.messages import ConnectionLost, Interrupted
-from ....comm.messages.base import role_of
-from ....comm.messages.migration import TransferOffered
-from ....comm.recipe import Recipe
-from ....relay.hub.loop import run as run_hub
-from ....relay.loop import serve_rows
-from ....rollout.migration.codec import MovedRow
-from ...resume import prepare_folder
-from ..emulated.generator import EmulatedGenerator
-from ..emulated.rewards import EmulatedRewards
+from headrace.comm import threads
+from headrace.comm.errors import HeadraceError
+from headrace.comm.fleet import Member, member_name
+from headrace.comm.messages import ConnectionLost, Interrupted
+from headrace.comm.messages.base import role_of
+from headrace.comm.messages.migration import TransferOffered
+from headrace.comm.recipe import Recipe
+from headrace.launch.lab.emulated.generator import EmulatedGenerator
+from headrace.launch.lab.emulated.rewards import EmulatedRewards
+from headrace.launch.lab.virtual.rollouts import Parcel, VirtualTransfers
+from headrace.launch.lab.virtual.world import World, WorldClock
+from headrace.launch.resume import prepare_folder
+from headrace.relay.hub.loop import run as run_hub
+from headrace.relay.loop import serve_rows
+from headrace.rollout.migration.codec import MovedRow
+
 from .checks import Checks
 from .cluster import Cluster, ClusterFleet, WeightsReader
 from .processes import Killed, VirtualProcess, VirtualThread
-from .rollouts import Parcel, VirtualTransfers
 from .threads import VirtualThreads
-from .world import World, WorldClock
 
 if TYPE_CHECKING:
-    from ....relay.hub.hub import Hub
+    from headrace.relay.hub.hub import Hub
 
 RESTART_S = 0.5
 """Until a process that died runs again, at the least."""
@@ -73,12 +74,12 @@ class MortalTransfers(VirtualTransfers):
 
     def send(self, to: Member, request_id: int, rows: Sequence[MovedRow]) -> Parcel:
         parcel = super().send(to, request_id, rows)
-        parcel.source = self._process
+        parcel.source_is_gone = lambda: self._process.is_dead
         return parcel
 
     def receive(self, sender: str, offer: TransferOffered) -> Parcel:
         parcel = self.parcels.pop((sender, offer.request_id), None)
-        if parcel is None or (parcel.source is not None and parcel.source.is_dead):
+        if parcel is None or parcel.source_is_gone():
             return Parcel([], error=f"{sender} is gone")
         return Parcel(parcel.content)
 
@@ -251,8 +252,9 @@ class FaultyRun:
         mailbox.close()
 
     def _actor(self, fleet: ClusterFleet) -> None:
-        from ....relay.queue.stream import RunStopped
-        from ....trainer.loop import Trainer  # a role's loop is imported where its process begins
+        from headrace.relay.queue.stream import RunStopped
+        from headrace.trainer.loop import Trainer  # a role's loop is imported where its process begins
+
         from .lineage import LineageLearner
 
         cluster = self.cluster
@@ -266,7 +268,7 @@ class FaultyRun:
             Trainer(fleet, self.recipe, learner=learner, clock=self.clock).run()
 
     def _rollout(self, fleet: ClusterFleet) -> None:
-        from ....rollout.loop import Rollout  # a role's loop is imported where its process begins
+        from headrace.rollout.loop import Rollout  # a role's loop is imported where its process begins
 
         generator = EmulatedGenerator(fleet, self.recipe, self.clock, WeightsReader(self.cluster.weights))
         generator.can_stream = True
@@ -276,7 +278,8 @@ class FaultyRun:
         rollout.run()
 
     def _reference(self, fleet: ClusterFleet) -> None:
-        from ....trainer.reference_loop import run  # a role's loop is imported where its process begins
+        from headrace.trainer.reference_loop import run  # a role's loop is imported where its process begins
+
         from .lineage import reference_columns
 
         run(fleet, self.recipe, partial(reference_columns, self.clock))

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.histories import HISTORIES, History, SeededChooser, history, run
+from simulation.cluster import Unit
+from simulation.faults import PlannedFault
+from simulation.histories import HISTORIES, History, SeededChooser, history, run
+from simulation.processes import Killed, VirtualProcess, VirtualThread
+from simulation.simulation import FaultyRun
+from simulation.threads import VirtualThreads
 
-from headrace.launch.lab.virtual.cluster import Unit
-from headrace.launch.lab.virtual.faults import PlannedFault
-from headrace.launch.lab.virtual.processes import Killed, VirtualProcess, VirtualThread
-from headrace.launch.lab.virtual.simulation import FaultyRun
-from headrace.launch.lab.virtual.threads import VirtualThreads
 from headrace.launch.lab.virtual.world import World
 from headrace.relay.hub.context import HubContext
 from headrace.relay.journal import events as ev

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ....comm.threads import Threads
+from headrace.comm.threads import Threads
+from headrace.launch.lab.virtual.world import World
+
 from .processes import VirtualThread
-from .world import World
 
 LEAST_SLEEP_S, LEAST_WAIT_S = 0.1, 1.0
 """Shortest sleep, and wait for a queue, of a thread that polls: shorter ones would cost much and show nothing."""

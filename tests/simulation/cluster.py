@@ -12,19 +12,20 @@ from functools import partial
 import numpy as np
 from msgspec.structs import replace
 
-from ....comm.errors import PeerGone, StorageFull, WrongDigest
-from ....comm.fleet import Member, member_name, sorted_members
-from ....comm.mailbox import HUB, Mailbox, Mailboxes, Outgoing, Unconfirmed
-from ....comm.messages import Message, VersionReady
-from ....comm.messages.base import process_of
-from ....comm.recipe import CommSettings
-from ....comm.signing import Envelope, MessageSigner
-from ....comm.storage.client import Columns
-from ....comm.waits import waiting
-from ....relay.weights.slots import Receipt, VersionNotAvailable
-from .network import MESSAGE_S, LinklessFleet
+from headrace.comm.errors import PeerGone, StorageFull, WrongDigest
+from headrace.comm.fleet import Member, member_name, sorted_members
+from headrace.comm.mailbox import HUB, Mailbox, Mailboxes, Outgoing, Unconfirmed
+from headrace.comm.messages import Message, VersionReady
+from headrace.comm.messages.base import process_of
+from headrace.comm.recipe import CommSettings
+from headrace.comm.signing import Envelope, MessageSigner
+from headrace.comm.storage.client import Columns
+from headrace.comm.waits import waiting
+from headrace.launch.lab.virtual.network import MESSAGE_S, LinklessFleet
+from headrace.launch.lab.virtual.world import World
+from headrace.relay.weights.slots import Receipt, VersionNotAvailable
+
 from .processes import Killed, VirtualProcess
-from .world import World
 
 LOOK_S = 0.3
 """Until a sender notices the hub's next process."""
