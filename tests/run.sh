@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh test
 if [ -n "${CI:-}" ]; then
-    bash tests/install_slurm.sh
+    bash tests/install_packages.sh
 fi
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc obeys OMP_NUM_THREADS
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1

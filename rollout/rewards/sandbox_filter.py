@@ -15,7 +15,9 @@ _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24
 """Where the filter finds the number of a call, its architecture, and the lower halves of its arguments."""
 _AF_UNIX, _SOCK_STREAM = 1, 1
-_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP = 22
+_MODE_FILTER = 2
 
 
 class _Calls(NamedTuple):
@@ -37,15 +39,21 @@ _MACHINES = {
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def filter_calls() -> None:
-    """Refuse these calls from now on; the process has given up new privileges before. Raises `OSError` where the host cannot."""
+def filter_program() -> bytes:
+    """The filter's instructions. Raises `OSError` for a machine whose system calls it does not know."""
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         raise OSError(f"no filter of system calls for {platform.machine()}")
-    rules = _rules(machine)
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-    program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code))
-    if _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(program), 0, 0):
+    return b"".join(struct.pack("HBBI", *rule) for rule in _rules(machine))
+
+
+def filter_calls() -> None:
+    """Refuse these calls from now on, and give up new privileges. Raises `OSError` where the host cannot."""
+    instructions = filter_program()
+    code = ctypes.create_string_buffer(instructions)
+    program = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(code))
+    privileges_kept = _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if privileges_kept or _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(program), 0, 0):
         number = ctypes.get_errno()
         raise OSError(number, f"seccomp: {os.strerror(number)}")
 

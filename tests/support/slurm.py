@@ -57,7 +57,7 @@ def obstacle() -> str:
         return "a Slurm cluster needs root"
     path = f"{os.environ['PATH']}:/usr/sbin"
     if missing := [program for program in PROGRAMS if shutil.which(program, path=path) is None]:
-        return f"a Slurm cluster needs {', '.join(missing)}: bash tests/install_slurm.sh"
+        return f"a Slurm cluster needs {', '.join(missing)}: bash tests/install_packages.sh"
     return ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.rollout.rewards.sandbox import run_python
-from headrace.rollout.rewards.sandbox_init import set_limits
+from headrace.rollout.rewards.sandbox_program import set_limits
 
 
 def test_a_limit_is_the_hosts_own_where_that_is_lower(monkeypatch: pytest.MonkeyPatch):
