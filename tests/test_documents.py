@@ -6,14 +6,15 @@ from pathlib import Path
 
 from support.source_tree import FLOORS, MODULES, ROOT
 
-from headrace.launch.config.load import known_settings, sections
+from headrace.launch.config.load import LAB, known_settings, sections
+from headrace.launch.lab.settings import lab_fields
 
 DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
 FILE = re.compile(rf"\b(?:{'|'.join((*FLOORS, 'tests', 'docs'))})/[\w/]+\.(?:py|sh|yaml|json|md)\b")
 MODULE = re.compile(r"python -m headrace\.([a-z_.]+)")
 
 
-SETTING = re.compile(rf"\b((?:{'|'.join(name for name, _ in sections())})\.\w+)=")
+SETTING = re.compile(rf"\b((?:{'|'.join(name for name in (*dict(sections()), LAB))})\.\w+)=")
 
 
 def named(pattern: re.Pattern[str]) -> Iterator[tuple[Path, str]]:
@@ -30,4 +31,5 @@ def test_every_module_that_the_documents_run_exists():
 
 
 def test_every_setting_that_the_documents_set_exists():
-    assert not [(path.name, setting) for path, setting in named(SETTING) if setting not in known_settings()]
+    known = {*known_settings(), *(f"{LAB}.{name}" for name in lab_fields())}
+    assert not [(path.name, setting) for path, setting in named(SETTING) if setting not in known]

@@ -5,9 +5,11 @@ A section is a struct in one of these files; `Recipe` below is their sum.
 """
 
 # ruff: noqa: F401 - sections and types are for importers of the package
+from typing import Any
+
 from msgspec import Struct
 
-from .devices import CommSettings, EmulatedSettings, RelaySettings
+from .devices import CommSettings, RelaySettings
 from .evaluation import EvalSettings
 from .fields import ScheduleName
 from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
@@ -46,8 +48,9 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     critic: CriticSettings = CriticSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     relay: RelaySettings = RelaySettings()
-    emulated: EmulatedSettings = EmulatedSettings()
     comm: CommSettings = CommSettings()
+    lab: dict[str, Any] = {}
+    """Settings of emulated devices as they are written; `launch/lab` alone reads them."""
 
     @property
     def num_replicas(self) -> int:

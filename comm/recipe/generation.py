@@ -52,7 +52,7 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`rollout.*`: the cycle of one rollout."""
 
     engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
-    """The generator: the project's own, an emulated device, transformers', or your own adapter (docs/service.md)."""
+    """The generator: the project's own, an emulated device (`launch.lab --help`), transformers', or your own adapter (docs/service.md)."""
     batch_groups: Count | None = None
     """Groups between two checks for a newer version; null is its share of a step or of the window, for `partial` no limit."""
     max_age: Count | None = None

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from ...comm.environment import JOINING
 from ...comm.errors import SettingError
+from ...comm.plugins import load_object
 from ...comm.recipe import DataSettings, Recipe, RewardSettings
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.hub.model_check import JOINED
@@ -163,9 +164,11 @@ def _check_emulation(recipe: Recipe) -> None:
     if emulated and recipe.lora.rank:
         raise SettingError("lora.rank: emulated devices have no adapter; the size of a version is theirs")
     if emulated and recipe.roles.actor > 1:
-        raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see emulated.train_gpus")
-    if recipe.emulated.colocated and recipe.run.schedule != "sync":
-        raise SettingError("emulated.colocated: only run.schedule=sync lets trainer and rollouts take turns")
+        raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see lab.train_gpus")
+    if emulated:
+        load_object("rollout.engine", "headrace.launch.lab.settings:check_lab")(recipe)
+    elif recipe.lab:
+        raise SettingError("lab: only emulated devices (rollout.engine, trainer.engine) have these settings")
 
 
 def check_family(recipe: Recipe, folder: Path) -> None:

@@ -3,8 +3,12 @@
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterator
 
-from .load import describe, known_settings, sections, show_value
+from msgspec import inspect as kinds
+
+from .load import sections
+from .values import describe, show_value
 
 _USAGE = """\
 Trains a language model by asynchronous reinforcement learning.
@@ -32,16 +36,20 @@ Settings (of the recipe file, or as KEY=VALUE):
 
 def usage() -> str:
     """The whole help page."""
-    lines, known = [_USAGE], known_settings()
+    lines = [_USAGE]
     for section, kind in sections():
-        title = (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
-        lines.append(f"{section}: {title}")
-        for key, text in field_docs(kind).items():
-            entry = known[f"{section}.{key}"]
-            lines.append(f"  {section}.{key}={show_value(entry.default)}  ({describe(entry.type)})")
-            lines += textwrap.wrap(text, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        lines.append("")
+        lines += [*setting_lines(section, kind), ""]
     return "\n".join(lines)
+
+
+def setting_lines(section: str, kind: type) -> Iterator[str]:
+    """A section's title, and each setting with its default, type and meaning."""
+    entries = {entry.name: entry for entry in kinds.type_info(kind).fields}  # pyright: ignore
+    title = (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
+    yield f"{section}: {title}"
+    for key, text in field_docs(kind).items():
+        yield f"  {section}.{key}={show_value(entries[key].default)}  ({describe(entries[key].type)})"
+        yield from textwrap.wrap(text, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def field_docs(kind: type) -> dict[str, str]:

@@ -6,10 +6,8 @@ is a number, `0012` may be a name, and `on` is true only for a boolean setting. 
 """
 
 import difflib
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,36 +18,16 @@ from msgspec import inspect as kinds
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from ...comm.recipe.fields import FINITE
 from .peer_names import peer_hint
 from .run_folder import make_run_folder
+from .values import SettingsLoader, describe, members_of, show_value, typed_value
 
 CONFIG_FILE = "config.yaml"
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+LAB = "lab"
+"""The section whose values stay as they are written, for `launch/lab`."""
 _ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)
 """The text of msgspec's `ValidationError`: the reason, the setting, and the place within its value."""
 _RENAMED = {"algorithm.scale_by_std": "algorithm.scale_rewards=group (true) or none (false)"}
-_NAMES = {kinds.BoolType: "true or false", kinds.NoneType: "null", kinds.StrType: "str"}
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads every scalar but null as text; YAML 1.1 reads `on` as true and `1e-6` as text."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML reads it from the class
-        first: [(tag, pattern) for tag, pattern in pairs if tag.endswith(":null")]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """The mapping, if no key is there twice: YAML keeps the last one, and the settings under the others would be lost."""
-        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        keys = [key for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
-        for number, key in enumerate(keys):
-            if key.value in [earlier.value for earlier in keys[:number]]:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value!r} is there twice", problem_mark=key.start_mark
-                )
-        return super().construct_mapping(node, deep)
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -70,8 +48,11 @@ def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Recipe:
     for origin, layer in layers:
         _refuse_unknown(layer, origin)
         for section, values in layer.items():
-            typed = {key: _typed(known[f"{section}.{key}"].type, value) for key, value in values.items()}
-            merged.setdefault(section, {}).update(typed)
+            merged.setdefault(section, {}).update(
+                values
+                if section == LAB
+                else {key: typed_value(known[f"{section}.{key}"].type, value) for key, value in values.items()}
+            )
     try:
         return msgspec.convert(merged, Recipe, strict=False)
     except msgspec.ValidationError as error:
@@ -91,8 +72,8 @@ def recipe_yaml(recipe: Recipe) -> str:
 
 
 def sections() -> Iterator[tuple[str, type]]:
-    """Name and struct of each section of the recipe."""
-    return ((section.name, section.type) for section in msgspec.structs.fields(Recipe))
+    """Name and struct of each section of the recipe but `LAB`."""
+    return ((section.name, section.type) for section in msgspec.structs.fields(Recipe) if section.name != LAB)
 
 
 @cache
@@ -100,36 +81,6 @@ def known_settings() -> Mapping[str, kinds.Field]:
     """All settings by dotted name, in the recipe's order."""
     info = {section: kinds.type_info(kind) for section, kind in sections()}
     return {f"{section}.{entry.name}": entry for section, kind in info.items() for entry in kind.fields}  # pyright: ignore
-
-
-def describe(kind: kinds.Type) -> str:
-    """The allowed values of a setting: its type with bounds, or its choices."""
-    match kind:
-        case kinds.UnionType(types=members):
-            return " or ".join(map(describe, members))
-        case kinds.LiteralType(values=words) | kinds.Metadata(extra_json_schema={"examples": words}):
-            return f"one of {', '.join(map(str, words))}"
-        case kinds.IntType() | kinds.FloatType():
-            limits = ((">", kind.gt), (">=", kind.ge), ("<", kind.lt), ("<=", kind.le))
-            bounds = [
-                f"{sign} {limit if isinstance(limit, int) else f'{limit:g}'}"
-                for sign, limit in limits
-                if limit is not None and abs(limit) != FINITE
-            ]
-            name = "int" if isinstance(kind, kinds.IntType) else "finite float" if kind.le == FINITE else "float"
-            return f"{name} {' and '.join(bounds)}".strip()
-        case kinds.VarTupleType(item_type=item):
-            return f"list of {describe(item)}"
-        case kinds.DictType():
-            return "{name: value}"
-        case kinds.StructType(fields=entries):
-            return f"{{{', '.join(entry.name for entry in entries)}}}"
-    return _NAMES[type(kind)]
-
-
-def show_value(value: Any) -> str:
-    """A setting's value as a user writes it."""
-    return str(value) if isinstance(value, str | float) else msgspec.json.encode(value).decode()
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -145,7 +96,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _sections(text: str, origin: str) -> Mapping[str, Any]:
     """The sections of a recipe's text, which is called `origin` in errors."""
     try:
-        loaded = yaml.load(text, _Loader)
+        loaded = yaml.load(text, SettingsLoader)
     except yaml.YAMLError as error:
         raise SettingError(f"{origin} is not YAML: {_problem(error)}") from error
     if not isinstance(loaded or {}, dict):
@@ -171,40 +122,16 @@ def _parse(word: str) -> Mapping[str, Any]:
     return value
 
 
-def _typed(kind: kinds.Type, value: Any) -> Any:
-    """A scalar's text as a value of the setting's type; a text that does not fit stays text, and `convert` refuses it."""
-    for member in _members(kind):
-        with suppress(ValueError, yaml.YAMLError):
-            match member, value:
-                case kinds.BoolType(), str():
-                    return _TRUTH.get(value.lower(), value)
-                case kinds.IntType(), str():
-                    return int(value)
-                case kinds.FloatType(), str():
-                    number = float(value.replace(".inf", "inf"))
-                    return ".nan" if math.isnan(number) else number  # `convert` would take any other spelling
-                case kinds.DictType(), str() | dict():
-                    entries = yaml.load(value, _Loader) if isinstance(value, str) else value
-                    if isinstance(entries, dict):
-                        return {
-                            key: yaml.safe_load(each) if isinstance(each, str) else each
-                            for key, each in entries.items()
-                        }
-                case kinds.VarTupleType(item_type=kinds.StrType()), str() if member is kind and value[:1] != "[":
-                    return [value]
-                case kinds.VarTupleType(), str() if member is kind or value.startswith("["):
-                    return yaml.load(value, _Loader)
-    return value
-
-
-def _members(kind: kinds.Type) -> tuple[kinds.Type, ...]:
-    return kind.types if isinstance(kind, kinds.UnionType) else (kind,)
-
-
 def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
     known = known_settings()
     firsts = {name.partition(".")[0]: name for name in reversed([*known])}
     for section, values in layer.items():
+        if section == LAB:
+            if not isinstance(values, dict):
+                raise SettingError(
+                    f"{origin}'lab' is a section; python -m headrace.launch.lab --help lists its settings"
+                )
+            continue
         if section in firsts and not isinstance(values, dict):
             raise SettingError(f"{origin}{section!r} is a section; set one of its settings, such as {firsts[section]}")
         named = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
@@ -213,7 +140,7 @@ def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
                 if hint := peer_hint(whole := _whole_name(name, named.get(name, values))):
                     raise SettingError(f"{origin}unknown setting {whole!r}{hint}")
                 raise SettingError(f"{origin}unknown setting {name!r}{_nearest(name)}")
-            if isinstance(named[name], dict) and kinds.DictType not in map(type, _members(known[name].type)):
+            if isinstance(named[name], dict) and kinds.DictType not in map(type, members_of(known[name].type)):
                 raise SettingError(f"{origin}{name} is one value and has no settings of its own")
 
 

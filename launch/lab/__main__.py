@@ -2,7 +2,8 @@
 
     python -m headrace.launch.lab compare|plan RECIPE.yaml [KEY=VALUE ...]
 
-`compare --help` and `plan --help` list the options of each.
+`compare --help` and `plan --help` list the options of each. The settings `lab.*` describe the emulated devices of a recipe with
+`rollout.engine=emulated` and `trainer.engine=emulated`; `--help` lists them.
 """
 
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from . import compare, plan
+from .settings import help_lines
 
 _COMMANDS = {"compare": compare.main, "plan": plan.main}
 
@@ -18,9 +20,11 @@ def main(words: Sequence[str]) -> int:
     """Carry out the command that the first word names; returns its exit code, 2 without a known one."""
     if words and words[0] in _COMMANDS:
         return _COMMANDS[words[0]](words[1:])
-    asks = list(words) == ["--help"]
-    print((__doc__ or "").strip(), file=sys.stdout if asks else sys.stderr)
-    return 0 if asks else 2
+    if list(words) == ["--help"]:
+        print("\n".join([__doc__ or "", *help_lines()]))
+        return 0
+    print(f"error: the commands of the lab are {' and '.join(_COMMANDS)}; see --help", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from .measurement import Measurement, write_measurements
 from .paired_latency import paired_table
 from .plots import draw_comparison, draw_scaling, pyplot
 from .scaling import curves_of, scaling_table
+from .settings import lab_of
 from .tuning import KNOBS, Knobs, climb, key_of, ladders, other_devices, read_tuned, save_tuned
 
 SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
@@ -37,7 +38,7 @@ ABLATION = {
 """The technique that each schedule adds to the one before it."""
 REPACK_ROLLOUTS, REPACK_TRAIN_GPUS, REPACK_GROUPS = 16, 256, 512
 """Repack is measured on generation: with a trainer that never makes it wait, and the global batch of Laminar's section 9."""
-SET_BY_ROWS = ("run.schedule", "batch.prompts_per_step", "emulated.colocated", "repack.enabled")
+SET_BY_ROWS = ("run.schedule", "batch.prompts_per_step", "lab.colocated", "repack.enabled")
 """Settings of which each row has its own value."""
 GROUPS_PER_GPU = 4
 """Groups of a global batch per GPU: 512 groups on 128 GPUs (Laminar, Table 1 and section 9)."""
@@ -77,8 +78,8 @@ class Variant:
             "run.schedule": "sync" if is_colocated else "headrace" if is_repack else self.name,
             **self.knobs.settings,
             "batch.prompts_per_step": self.num_groups,
-            "emulated.train_gpus": self.train_gpus,
-            "emulated.colocated": str(is_colocated).lower(),
+            "lab.train_gpus": self.train_gpus,
+            "lab.colocated": str(is_colocated).lower(),
             "repack.enabled": str(self.name != "repack-off").lower(),
         }
 
@@ -120,11 +121,11 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
         raise SettingError("--seeds: at least 1; --tune: at least 0")
     _check_overrides(arguments.overrides, arguments.tune)
     pyplot()  # where matplotlib is missing, say so before the first run
-    per_rollout = recipe.emulated.gpus_per_rollout
+    per_rollout = lab_of(recipe).gpus_per_rollout
     experiment = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir))
     rows: list[Measurement] = []
     results: dict[int, dict[str, Result]] = {}
-    for num_gpus in arguments.gpus or [recipe.emulated.train_gpus + per_rollout * recipe.roles.rollout]:
+    for num_gpus in arguments.gpus or [lab_of(recipe).train_gpus + per_rollout * recipe.roles.rollout]:
 
         def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> list[Variant]:
             sizes = (num_gpus, per_rollout, arguments.fixed_batch, arguments.repack_train_gpus)

@@ -6,6 +6,7 @@ from statistics import fmean
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from .emulated.device import EmulatedDevice, response_length
+from .settings import lab_of
 from .tuning import Knobs, Ladder
 
 SAMPLE = 256
@@ -22,9 +23,9 @@ class Devices:
     @staticmethod
     def of(recipe: Recipe, num_gpus: int | None = None) -> "Devices":
         """The devices of an emulated recipe, or `num_gpus` like them. Raises `SettingError` for too few."""
-        e = recipe.emulated
+        e = lab_of(recipe)
         if e.colocated:
-            raise SettingError("emulated.colocated: colocated devices have no split to plan")
+            raise SettingError("lab.colocated: colocated devices have no split to plan")
         total = e.train_gpus + e.gpus_per_rollout * recipe.roles.rollout if num_gpus is None else num_gpus
         if total <= e.gpus_per_rollout:
             raise SettingError(f"--gpus: {total} are too few; a trainer needs 1 and a rollout {e.gpus_per_rollout}")
@@ -32,10 +33,10 @@ class Devices:
 
     @property
     def most_rollouts(self) -> int:
-        return (self.num_gpus - 1) // self.recipe.emulated.gpus_per_rollout
+        return (self.num_gpus - 1) // lab_of(self.recipe).gpus_per_rollout
 
     def train_gpus(self, knobs: Knobs) -> int:
-        return self.num_gpus - self.recipe.emulated.gpus_per_rollout * knobs.rollouts
+        return self.num_gpus - lab_of(self.recipe).gpus_per_rollout * knobs.rollouts
 
     @property
     def own(self) -> Knobs:
@@ -45,7 +46,7 @@ class Devices:
     @property
     def balanced(self) -> Knobs:
         """The split at which full rollouts generate as fast as the trainer trains, by means alone: the climb's start."""
-        recipe, e = self.recipe, self.recipe.emulated
+        recipe, e = self.recipe, lab_of(self.recipe)
         longest, most = recipe.sampling.max_new_tokens, recipe.generator.max_running
         lengths = [response_length(recipe.run.seed, number, e, longest) for number in range(SAMPLE)]
         response = fmean(lengths)

@@ -14,6 +14,7 @@ from ..processes.child import print_message
 from ..report.timeline import Timeline
 from .figures import Figures, figures_of, window_of
 from .plots import draw_gantt
+from .settings import lab_of
 
 RESULT_FILE = "outcome.json"
 MAX_GANTT = 64
@@ -73,10 +74,8 @@ class Experiment:
         save_recipe(recipe)
         VirtualRun(recipe).run()
         timeline = Timeline.read(run_dir)
-        figures = figures_of(
-            run_dir, timeline, window_of(timeline, recipe.run.steps), recipe.emulated.prefill_us * 1e-6
-        )
-        result = Result(str(run_dir), recipe.roles.rollout, recipe.emulated.train_gpus, figures)
+        figures = figures_of(run_dir, timeline, window_of(timeline, recipe.run.steps), lab_of(recipe).prefill_us * 1e-6)
+        result = Result(str(run_dir), recipe.roles.rollout, lab_of(recipe).train_gpus, figures)
         if self.draws and result.rollouts < MAX_GANTT:
             draw_gantt(timeline, run_dir.name, run_dir / "gantt.png")
         (run_dir / RESULT_FILE).write_bytes(msgspec.json.encode(result))

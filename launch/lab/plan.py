@@ -30,6 +30,7 @@ from .devices import Devices
 from .experiment import Experiment, exit_code
 from .figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
 from .profile import emulated_recipe, measured_part, profile_of, relay_seconds
+from .settings import lab_of, with_lab
 from .tuning import Knobs, climb
 from .warm_up import warm_up
 
@@ -61,8 +62,8 @@ class Simulation:
     def figures(self, knobs: Knobs, times: int = 1) -> Figures:
         """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
         recipe, train_gpus = self.devices.recipe, self.devices.train_gpus(knobs)
-        micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // recipe.emulated.train_gpus)
-        settings = {**knobs.settings, "emulated.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
+        micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // lab_of(recipe).train_gpus)
+        settings = {**knobs.settings, "lab.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
         folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
         return self.experiment.run(folder, settings).figures
 
@@ -73,7 +74,7 @@ class Simulation:
 
     def micro_batches(self, knobs: Knobs, most: float) -> int:
         """How many times as large micro-batches should be: doubled, up to `most` times, as long as that gains 1 % in tokens/s."""
-        times, costs_time = 1, self.devices.recipe.emulated.micro_batch_s > 0
+        times, costs_time = 1, lab_of(self.devices.recipe).micro_batch_s > 0
         while costs_time and 2 * times <= most:
             if self.figures(knobs, 2 * times).tokens_per_s < WORTH * self.figures(knobs, times).tokens_per_s:
                 break
@@ -162,8 +163,8 @@ def _recipe_of(run: Path) -> Recipe:
 def _emulated(recipe: Recipe, run: Path, measured: Recipe, steps: int) -> Recipe:
     """A recipe on the devices that `run` measured; those of an emulated run are known."""
     if is_emulated(measured):
-        devices = structs.replace(measured.emulated, train_gpus=recipe.emulated.train_gpus)
-        recipe = structs.replace(recipe, emulated=devices)
+        devices = structs.replace(lab_of(measured), train_gpus=lab_of(recipe).train_gpus)
+        recipe = with_lab(recipe, devices)
     else:
         recipe = emulated_recipe(recipe, profile_of(run, measured))
     return structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
@@ -172,7 +173,7 @@ def _emulated(recipe: Recipe, run: Path, measured: Recipe, steps: int) -> Recipe
 def measured_figures(run: Path, own: Recipe) -> Figures:
     """The figures of a finished run."""
     timeline, window = measured_part(run)
-    return figures_of(run, timeline, window, own.emulated.prefill_us * 1e-6)
+    return figures_of(run, timeline, window, lab_of(own).prefill_us * 1e-6)
 
 
 def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Iterator[str]:
@@ -187,7 +188,7 @@ def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Itera
 def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> Iterator[str]:
     """The proposed settings, and their figures beside those of the present split, where that is one of these devices."""
     devices = simulation.devices
-    e, own = devices.recipe.emulated, devices.own
+    e, own = lab_of(devices.recipe), devices.own
     micro_tokens = (devices.recipe if job is None else job.recipe).optimizer.micro_batch
     most = None if job is None else most_micro_tokens(job.with_split(devices, best))
     times = simulation.micro_batches(best, math.inf if most is None else most / micro_tokens)
@@ -208,7 +209,7 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> It
         yield f"relays: {job.num_relays}, busy {busy:.1%} of the time at that speed; needed: {enough}"
         yield _micro_batch_line(e.micro_batch_s, found, most)
     yield "settings: " + " ".join((
-        f"{'emulated.train_gpus' if job is None else 'roles.actor'}={devices.train_gpus(best)}",
+        f"{'lab.train_gpus' if job is None else 'roles.actor'}={devices.train_gpus(best)}",
         f"roles.relay={msgspec.json.encode(relays).decode()}",
         f"roles.rollout={best.rollouts * (1 if job is None else e.gpus_per_rollout)}",
         f"generator.max_running={best.max_running}",
@@ -239,7 +240,7 @@ def _micro_batch_line(micro_batch_s: float, figures: Figures, most: int | None) 
 
 
 def _split(devices: Devices, knobs: Knobs) -> str:
-    per_rollout = devices.recipe.emulated.gpus_per_rollout
+    per_rollout = lab_of(devices.recipe).gpus_per_rollout
     relays = devices.recipe.roles.relay or "one a host"
     return (
         f"actor {devices.train_gpus(knobs)} : relay {relays} : rollout {knobs.rollouts} (x {per_rollout}), "

@@ -1,4 +1,4 @@
-"""A run as emulated devices: times, speeds and lengths that a finished run measured, as settings `emulated.*`.
+"""A run as emulated devices: times, speeds and lengths that a finished run measured, as settings `lab.*`.
 
 Sums are kept: with the measured terms, the emulated generators and trainer are busy for as many seconds as the real ones were.
 docs/planner.md has the formulas.
@@ -13,14 +13,15 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from ...comm.errors import SettingError
-from ...comm.recipe import EmulatedSettings, Recipe
+from ...comm.recipe import Recipe
 from ...relay.journal.events import Leased, RowReady
 from ...relay.journal.journal import read_events
 from ..report.timeline import Span, Timeline
 from .figures import LAST_STEPS, WARM_UP_STEPS, Window, window_of
+from .settings import LabSettings
 
 MOST_LENGTHS = 256
 """Lengths of a profile, each the mean of equally many responses."""
@@ -49,7 +50,7 @@ def measured_part(run_dir: Path) -> tuple[Timeline, Window]:
     return timeline, window_of(timeline, num_steps, begun)
 
 
-def profile_of(run_dir: Path, recipe: Recipe) -> EmulatedSettings:
+def profile_of(run_dir: Path, recipe: Recipe) -> LabSettings:
     """The devices of the run in `run_dir`, whose recipe is given. Raises `SettingError` if its files do not tell them."""
     timeline, window = measured_part(run_dir)
     steps = _steps(run_dir)[window.first : window.last]
@@ -62,7 +63,7 @@ def profile_of(run_dir: Path, recipe: Recipe) -> EmulatedSettings:
     lengths = [event.num_tokens - num_prompt for event in inside if isinstance(event, RowReady)]
     if not lengths:
         raise SettingError(f"--from: no response ended in the measured part of {run_dir}; take a run of more steps")
-    return EmulatedSettings(
+    return LabSettings(
         prompt_tokens=num_prompt,
         lengths=equal_parts(lengths),
         stretch=max(1, min(32, int(responses) // _STEPS_PER_CHECK)),
@@ -80,7 +81,7 @@ def relay_seconds(run_dir: Path, recipe: Recipe) -> float:
     return (recipe.roles.relay or 1) * sum(busy) / sum(map(_num_tokens, steps))
 
 
-def emulated_recipe(recipe: Recipe, profile: EmulatedSettings) -> Recipe:
+def emulated_recipe(recipe: Recipe, profile: LabSettings) -> Recipe:
     """The recipe on the emulated devices of a profile. Raises `SettingError` for work that they do not have."""
     queue, run = recipe.queue, recipe.run
     unknown = {
@@ -102,7 +103,7 @@ def emulated_recipe(recipe: Recipe, profile: EmulatedSettings) -> Recipe:
         optimizer=structs.replace(recipe.optimizer, micro_tokens=recipe.optimizer.micro_batch * actors),
         queue=structs.replace(queue, sampler=""),
         repack=recipe.repack,
-        emulated=structs.replace(profile, train_gpus=actors, gpus_per_rollout=recipe.rollout.tp),
+        lab=to_builtins(structs.replace(profile, train_gpus=actors, gpus_per_rollout=recipe.rollout.tp)),
     )
 
 

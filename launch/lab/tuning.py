@@ -50,7 +50,7 @@ class Knobs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 KNOBS = ("roles.rollout", "generator.max_running", "queue.capacity", "rollout.batch_groups")
 """The settings of `Knobs`, in the order of its fields."""
-_SIZES = ("emulated.train_gpus", "batch.prompts_per_step")
+_SIZES = ("lab.train_gpus", "batch.prompts_per_step")
 """Settings that are in the key of tuned knobs, or change nothing of their runs."""
 
 Tuned = dict[str, dict[str, Knobs]]
@@ -108,7 +108,7 @@ def key_of(num_gpus: int, groups: int) -> str:
 def other_devices(overrides: Sequence[str]) -> list[str]:
     """The overrides (KEY=VALUE) that make a recipe one of other devices, batches or lengths than its tuned knobs are for."""
     keys = [word.partition("=")[0] for word in overrides]
-    return [key for key in keys if key.startswith(("emulated.", "batch.", "sampling.")) and key not in _SIZES]
+    return [key for key in keys if key.startswith(("lab.", "batch.", "sampling.")) and key not in _SIZES]
 
 
 def tuned_file(recipe: str) -> Path:

@@ -18,7 +18,7 @@ from .simulation import FaultyRun
 
 T = TypeVar("T")
 BASE: dict[str, object] = EMULATED | {
-    "emulated.median_tokens": 60, "sampling.max_new_tokens": 200, "generator.max_running": 8,
+    "lab.median_tokens": 60, "sampling.max_new_tokens": 200, "generator.max_running": 8,
     "run.save_rows": "recovery", "comm.expiry_s": 3, "comm.deadline_s": 60, "repack.period_s": 1,
     "repack.batch_bound": 8,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ....comm.messages.base import trajectory_group
-from ....comm.recipe import EmulatedSettings
+from ..settings import LabSettings
 
 MARGIN_TOKENS = 16
 """Free tokens in the cache per running trajectory, required for another one to enter."""
@@ -49,7 +49,7 @@ class EmulatedSequence:
 class EmulatedDevice:
     """`waiting` (oldest first) and `running` trajectories; `load` tokens in the cache; `seconds` of work so far."""
 
-    def __init__(self, settings: EmulatedSettings, max_running: int) -> None:
+    def __init__(self, settings: LabSettings, max_running: int) -> None:
         self.settings = settings
         self.max_running = max_running
         self.waiting: deque[EmulatedSequence] = deque()
@@ -185,7 +185,7 @@ class EmulatedDevice:
             heapq.heappop(self._ends)
 
 
-def response_length(seed: int, trajectory_id: int, settings: EmulatedSettings, longest: int) -> int:
+def response_length(seed: int, trajectory_id: int, settings: LabSettings, longest: int) -> int:
     """The length of a trajectory's response: log-normal or one of `lengths`, a function of (seed, trajectory id) alone."""
     random = np.random.default_rng([seed, trajectory_id & (1 << 63) - 1])
     if settings.lengths:

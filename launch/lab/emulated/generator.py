@@ -16,6 +16,7 @@ from ....relay.weights.reader import WeightReader
 from ....relay.weights.slots import Receipt
 from ....rollout.engine.sampling import SamplingParams
 from ....rollout.engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+from ..settings import lab_of
 from .device import EmulatedDevice, EmulatedSequence, response_length
 from .transfer import EmulatedTransfer, dummy_weights
 
@@ -81,7 +82,7 @@ class EmulatedGenerator:
     num_prefilled = num_found = 0
 
     def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, reader: Reader | None = None) -> None:
-        self.settings = e = recipe.emulated
+        self.settings = e = lab_of(recipe)
         self.seed = recipe.run.seed
         self.clock = clock or REAL_TIME
         self.transfer = EmulatedTransfer(e, recipe.run.schedule)
@@ -126,7 +127,7 @@ class EmulatedGenerator:
         self.device.add(sequences)
 
     def step(self) -> list[Completion]:
-        """Run `emulated.stretch` decode steps; returns at the time when they end."""
+        """Run `lab.stretch` decode steps; returns at the time when they end."""
         before = self.device.seconds
         finished = self.device.advance(self.settings.stretch)
         self._sleep_for(self.device.seconds - before)

@@ -17,6 +17,7 @@ from ....relay.weights.publisher import WeightPublisher
 from ....relay.weights.slots import Receipt
 from ....trainer.actor_group import ActorGroup
 from ....trainer.step_stats import StepStats
+from ..settings import lab_of
 from .transfer import EmulatedTransfer, dummy_weights
 
 _VERSION_FILE = "version"
@@ -36,7 +37,7 @@ class EmulatedLearner:
     def __init__(
         self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, publisher: Publisher | None = None
     ) -> None:
-        e = recipe.emulated
+        e = lab_of(recipe)
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0
         self._token_s = e.train_us * 1e-6 / e.train_gpus

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from ....comm.recipe import EmulatedSettings
 from ....relay.queue.schedules import SCHEDULES
+from ..settings import LabSettings
 
 
 class EmulatedTransfer:
     """Seconds that a version takes on each part of its way: by relays, or by a broadcast to all."""
 
-    def __init__(self, settings: EmulatedSettings, schedule: str) -> None:
+    def __init__(self, settings: LabSettings, schedule: str) -> None:
         if settings.colocated:
             self.push_s, self.chain_s, self.pull_s = 0.0, 0.0, settings.weights_gb / settings.reshard_gb_s
         elif SCHEDULES[schedule].broadcasts:
@@ -22,6 +22,6 @@ class EmulatedTransfer:
             self.pull_s = settings.weights_gb / settings.gpus_per_rollout / settings.pull_gb_s
 
 
-def dummy_weights(settings: EmulatedSettings) -> dict[str, Tensor]:
+def dummy_weights(settings: LabSettings) -> dict[str, Tensor]:
     """The small buffer that is really pushed and pulled."""
     return {"weights": torch.zeros(settings.buffer_kb * 256, dtype=torch.float32)}

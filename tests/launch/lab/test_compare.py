@@ -125,12 +125,12 @@ def test_of_several_seeds_the_table_shows_the_median_and_the_spread():
 
 def test_devices_are_split_and_the_batch_scaled_to_them():
     (colocated,) = variants(str(RECIPE), ["sync-colocated"], 64, 4)
-    assert (colocated.knobs.rollouts, colocated.settings["emulated.train_gpus"]) == (16, 64)
+    assert (colocated.knobs.rollouts, colocated.settings["lab.train_gpus"]) == (16, 64)
     stream = Variant("stream", 128, Knobs(10), 4)
-    assert stream.settings["emulated.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
+    assert stream.settings["lab.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
     off, on = variants(str(RECIPE), ["repack-off", "repack-on"], 64, 4)
     assert off.settings | {"repack.enabled": "true"} == on.settings
-    assert (off.knobs.rollouts, off.settings["emulated.train_gpus"]) == (16, 256)
+    assert (off.knobs.rollouts, off.settings["lab.train_gpus"]) == (16, 256)
 
 
 @pytest.mark.parametrize("tuning", [(), ("--tune", "2")])
@@ -152,14 +152,14 @@ def test_tuned_knobs_are_those_of_the_recipes_own_devices_and_a_knob_that_is_giv
         return variant.knobs
 
     assert knobs("run.steps=9") == Knobs(7, max_running=192, capacity=512)
-    for other in ("emulated.gpus_per_rollout=16", "batch.samples_per_prompt=4", "sampling.max_new_tokens=9"):
+    for other in ("lab.gpus_per_rollout=16", "batch.samples_per_prompt=4", "sampling.max_new_tokens=9"):
         assert knobs(other) == Knobs(8)
     assert knobs("generator.max_running=96") == Knobs(7, capacity=512)
     assert knobs("roles.rollout=9", "queue.capacity=8") == Knobs(9, max_running=192)
     assert knobs("roles.rollout=9", name="sync-colocated") == Knobs(16), "all GPUs generate"
 
 
-@pytest.mark.parametrize("given", ["generator.max_running=96", "emulated.train_us=99"])
+@pytest.mark.parametrize("given", ["generator.max_running=96", "lab.train_us=99"])
 def test_tuning_beside_settings_that_the_recipe_lacks_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
 ):
@@ -252,7 +252,7 @@ def test_an_unfinished_run_is_named_and_not_run_over(tmp_path: Path):
 
 def test_two_schedules_are_run_compared_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = [
-        str(RECIPE), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "emulated.median_tokens=60",
+        str(RECIPE), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "lab.median_tokens=60",
         "sampling.max_new_tokens=600", "batch.samples_per_prompt=2", "--gpus", "12", "--only", "sync-colocated",
         "headrace", "--json", str(tmp_path / "rows.json"),
     ]  # fmt: skip

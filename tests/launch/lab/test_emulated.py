@@ -11,13 +11,13 @@ from support.emulated_run import FAST
 from support.system import System
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import EmulatedSettings
 from headrace.launch.config.checks import check_combinations
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length
 from headrace.launch.lab.emulated.transfer import EmulatedTransfer
+from headrace.launch.lab.settings import LabSettings
 
-SETTINGS = EmulatedSettings()
+SETTINGS = LabSettings()
 LONGEST = 16384
 
 
@@ -56,7 +56,7 @@ def test_the_length_of_a_stretch_does_not_change_the_devices_time():
 
 
 def test_a_full_cache_preempts_the_newest_and_loses_no_trajectory():
-    settings = EmulatedSettings(kv_tokens=5000)
+    settings = LabSettings(kv_tokens=5000)
     device = EmulatedDevice(settings, 512)
     device.add(sequences(60, limit=400))
     done = finish_all(device)
@@ -134,9 +134,9 @@ def test_where_all_update_together_the_broadcast_stalls_trainer_and_rollouts():
     ("words", "message"),
     [
         (["rollout.engine=emulated"], "both or neither"),
-        (["rollout.engine=emulated", "trainer.engine=emulated", "roles.actor=2"], "emulated.train_gpus"),
+        (["rollout.engine=emulated", "trainer.engine=emulated", "roles.actor=2"], "lab.train_gpus"),
         (["rollout.engine=emulated", "trainer.engine=emulated", "batch.passes=2"], "train each group once"),
-        (["rollout.engine=emulated", "trainer.engine=emulated", "emulated.colocated=true"], "run.schedule=sync"),
+        (["rollout.engine=emulated", "trainer.engine=emulated", "lab.colocated=true"], "run.schedule=sync"),
     ],
 )
 def test_devices_that_are_half_emulated_are_refused(words: list[str], message: str):
@@ -160,7 +160,7 @@ def test_emulated_devices_run_in_the_real_system_on_the_same_lengths(tmp_path: P
     assert summary["accounting"]["trained"] == 3 * 16 and summary["accounting"]["holds"]
     rows = [json.loads(line) for line in (system.dir / "metrics.jsonl").read_text().splitlines()]
     if schedule == "one_step":
-        lengths = [response_length(0, n, EmulatedSettings(median_tokens=200), 2000) for n in group_numbers(system)]
+        lengths = [response_length(0, n, LabSettings(median_tokens=200), 2000) for n in group_numbers(system)]
         assert rows[0]["response_length/mean"] == pytest.approx(np.mean(lengths))
     assert all(row["timing_s/step"] > row["timing_s/update_actor"] > 0 for row in rows)
     lines = [json.loads(line) for line in (system.dir / "trace" / "rollout-0.jsonl").read_text().splitlines()]

@@ -7,6 +7,7 @@ from support.emulated_run import EMULATED
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.emulated.learner import EmulatedLearner
+from headrace.launch.lab.settings import lab_of
 from headrace.launch.lab.virtual.network import VirtualFleet, VirtualMailboxes
 from headrace.launch.lab.virtual.training import VirtualPublisher
 from headrace.launch.lab.virtual.world import World, WorldClock
@@ -24,6 +25,6 @@ def test_log_probs_take_their_time_from_when_they_begin():
     world.run_to(50.0)  # the trainer waits for its first rows
     learner.logprobs(batch)
     forward_s = (
-        sum(row.num_tokens for row in batch.rows) * recipe.emulated.train_us * 1e-6 / recipe.emulated.train_gpus / 3
+        sum(row.num_tokens for row in batch.rows) * lab_of(recipe).train_us * 1e-6 / lab_of(recipe).train_gpus / 3
     )
     assert world.now - 50.0 == pytest.approx(forward_s)

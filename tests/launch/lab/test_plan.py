@@ -21,25 +21,26 @@ from headrace.launch.lab.profile import (
     relay_seconds,
     training_costs,
 )
+from headrace.launch.lab.settings import lab_of, with_lab
 from headrace.launch.lab.tuning import Knobs
 from headrace.launch.lab.virtual.run import VirtualRun
 
 DEVICES = {
-    "emulated.step_ms": 4,
-    "emulated.weights_ms": 0,
-    "emulated.request_us": 300,
-    "emulated.kv_ns": 500,
-    "emulated.prefill_us": 70,
-    "emulated.prompt_tokens": 40,
-    "emulated.kv_tokens": 90_000,
-    "emulated.train_us": 50_000,
-    "emulated.update_s": 1.5,
-    "emulated.weights_gb": 13,
-    "emulated.stretch": 1,
-    "emulated.median_tokens": 60,
+    "lab.step_ms": 4,
+    "lab.weights_ms": 0,
+    "lab.request_us": 300,
+    "lab.kv_ns": 500,
+    "lab.prefill_us": 70,
+    "lab.prompt_tokens": 40,
+    "lab.kv_tokens": 90_000,
+    "lab.train_us": 50_000,
+    "lab.update_s": 1.5,
+    "lab.weights_gb": 13,
+    "lab.stretch": 1,
+    "lab.median_tokens": 60,
     "sampling.max_new_tokens": 300,
-    "emulated.gpus_per_rollout": 1,
-    "emulated.train_gpus": 3,
+    "lab.gpus_per_rollout": 1,
+    "lab.train_gpus": 3,
 }
 
 
@@ -64,7 +65,7 @@ def as_measured(folder: Path, recipe: Recipe) -> None:
     """Write what a real run reports and a virtual one does not: the bytes of its weights, and how busy its relay is."""
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    real = {"weights/bytes": recipe.emulated.weights_gb * 1e9, "idle/relay": 0.96}
+    real = {"weights/bytes": lab_of(recipe).weights_gb * 1e9, "idle/relay": 0.96}
     path.write_text("".join(json.dumps(line | real) + "\n" for line in lines))
 
 
@@ -73,7 +74,7 @@ def test_the_profile_of_a_run_has_the_settings_of_its_devices(tmp_path: Path):
     as_measured(tmp_path, recipe)
     # Rows of three trainer ranks, as a real run has them.
     real = structs.replace(recipe, roles=structs.replace(recipe.roles, actor=3))
-    found, true = profile_of(tmp_path, real), recipe.emulated
+    found, true = profile_of(tmp_path, real), lab_of(recipe)
     names = ("step_ms", "request_us", "kv_ns", "train_us", "prompt_tokens", "kv_tokens", "train_gpus", "pull_gb_s")
     assert {name: getattr(found, name) for name in names} == pytest.approx(
         {name: getattr(true, name) for name in names}, rel=0.03
@@ -148,7 +149,7 @@ def test_the_time_of_a_micro_batch_is_told_where_their_number_varies_beside_the_
 
 
 def test_micro_batches_grow_as_long_as_their_own_time_is_worth_it_and_memory_is_enough(tmp_path: Path):
-    words = {"emulated__micro_batch_s": 1.5, "emulated__train_us": 20_000, "optimizer__micro_tokens": 400}
+    words = {"lab__micro_batch_s": 1.5, "lab__train_us": 20_000, "optimizer__micro_tokens": 400}
     recipe = run_of(tmp_path / "run", **words)
     as_measured(tmp_path / "run", recipe)
     real = structs.replace(recipe, roles=structs.replace(recipe.roles, actor=3))
@@ -159,13 +160,13 @@ def test_micro_batches_grow_as_long_as_their_own_time_is_worth_it_and_memory_is_
     assert times == 4 and simulation.micro_batches(own, most=2.5) == 2
     few, many = simulation.figures(own, times), simulation.figures(own)
     assert few.micro_batches < many.micro_batches and few.tokens_per_s > 1.1 * many.tokens_per_s
-    free = structs.replace(recipe, emulated=structs.replace(recipe.emulated, micro_batch_s=0.0))
+    free = with_lab(recipe, structs.replace(lab_of(recipe), micro_batch_s=0.0))
     assert Simulation.of(Devices.of(free), tmp_path / "free").micro_batches(own, most=16) == 1
 
 
 @pytest.mark.parametrize("train_us", [20_000, 100_000])
 def test_the_plan_is_the_best_split_of_all(tmp_path: Path, train_us: int):
-    devices = Devices.of(recipe_of(tmp_path, emulated__train_us=train_us, emulated__stretch=32, run__steps=6))
+    devices = Devices.of(recipe_of(tmp_path, lab__train_us=train_us, lab__stretch=32, run__steps=6))
     simulation = Simulation.of(devices, tmp_path / "plan")
     best = simulation.figures(simulation.best(budget=6)).tokens_per_s
     speeds = [
@@ -199,7 +200,7 @@ def test_the_command_predicts_a_finished_run_and_proposes_a_split(tmp_path: Path
     assert main([str(path), f"run.dir={tmp_path / 'job'}", "--from", str(tmp_path / "run"), "--runs", "2"]) == 0
     out = capsys.readouterr().out
     assert "predicted over measured tokens/s: 1.000" in out
-    assert "proposed for 6 GPUs: actor " in out and "settings: emulated.train_gpus=" in out
+    assert "proposed for 6 GPUs: actor " in out and "settings: lab.train_gpus=" in out
 
 
 def test_mistakes_of_a_plan_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -215,7 +216,7 @@ def test_mistakes_of_a_plan_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
         ([str(real), "--from", str(untraced)], "has no trace of a trainer and a rollout"),
         ([str(path), "--gpus", "1"], "--gpus: 1 are too few"),
         ([str(path), "--steps", "5"], "--steps (or run.steps): at least 6"),
-        ([str(path), "emulated.colocated=true", "run.schedule=sync"], "emulated.colocated: "),
+        ([str(path), "lab.colocated=true", "run.schedule=sync"], "lab.colocated: "),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from support.emulated_run import EMULATED
 
-from headrace.comm.recipe import EmulatedSettings, Recipe
+from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab import compare
 from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length
 from headrace.launch.lab.experiment import Result
 from headrace.launch.lab.figures import figures_of, window_of
 from headrace.launch.lab.paired_latency import PairedLatency, paired_table
+from headrace.launch.lab.settings import LabSettings, lab_of
 from headrace.launch.lab.tuning import read_tuned
 from headrace.launch.lab.virtual.network import MESSAGE_S
 from headrace.launch.lab.virtual.run import VirtualRun
@@ -54,7 +55,7 @@ def test_every_schedule_trains_each_row_once_at_its_staleness(tmp_path: Path, sc
 
 
 def test_weights_that_are_too_far_behind_are_replaced_under_running_trajectories(tmp_path: Path):
-    words = {"emulated__p99_over_median": 30, "emulated__update_s": 2, "repack__enabled": "false"}
+    words = {"lab__p99_over_median": 30, "lab__update_s": 2, "repack__enabled": "false"}
     longest: dict[str, int] = {}
     for max_age in ("null", "2"):
         run = run_of(tmp_path / max_age, roles__rollout=4, run__steps=16, rollout__max_age=max_age, **words)
@@ -79,7 +80,7 @@ def test_a_run_depends_on_its_recipe_alone(tmp_path: Path):
 
 def test_a_step_of_one_rollout_takes_the_time_of_its_device_of_the_trainer_and_of_four_messages(tmp_path: Path):
     run = run_of(tmp_path, run__schedule="sync", roles__rollout=1, run__steps=7)
-    settings = run.recipe.emulated
+    settings = lab_of(run.recipe)
     timeline = Timeline.read(tmp_path)
     figures = figures_of(tmp_path, timeline, window_of(timeline, 7), settings.prefill_us * 1e-6)
     events = [event for _, event in read_events(tmp_path / "journal.jsonl")]
@@ -102,7 +103,7 @@ def test_a_step_of_one_rollout_takes_the_time_of_its_device_of_the_trainer_and_o
 
 
 def test_the_seconds_in_which_the_trainer_starved_are_emulated_like_those_in_which_it_waited(tmp_path: Path):
-    run_of(tmp_path, emulated__train_us=1)
+    run_of(tmp_path, lab__train_us=1)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     waited = [line["timing_s/wait_data"] for line in lines]
     starved = [line["queue/starved_s"] for line in lines[1:]]
@@ -112,7 +113,7 @@ def test_the_seconds_in_which_the_trainer_starved_are_emulated_like_those_in_whi
 def test_each_update_of_a_version_costs_its_time_once(tmp_path: Path):
     step_s: dict[tuple[float, int], float] = {}
     for seconds, updates in ((0, 1), (5, 1), (5, 4)):
-        words = {"emulated__update_s": seconds, "batch__updates_per_version": updates}
+        words = {"lab__update_s": seconds, "batch__updates_per_version": updates}
         folder = tmp_path / f"{seconds}-{updates}"
         run_of(folder, run__schedule="sync", roles__rollout=1, **words)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -123,10 +124,10 @@ def test_each_update_of_a_version_costs_its_time_once(tmp_path: Path):
 
 def test_latencies_are_compared_trajectory_by_trajectory(tmp_path: Path):
     slower = {
-        "emulated__weights_ms": 19.8,
-        "emulated__request_us": 82,
-        "emulated__kv_ns": 61,
-        "emulated__prefill_us": 82,
+        "lab__weights_ms": 19.8,
+        "lab__request_us": 82,
+        "lab__kv_ns": 61,
+        "lab__prefill_us": 82,
     }
     results: list[Result] = []
     for name, device in (("one", {}), ("slower", slower)):
@@ -145,7 +146,7 @@ def test_latencies_are_compared_trajectory_by_trajectory(tmp_path: Path):
 def test_rollouts_take_more_than_their_part_of_a_step_where_trajectories_last_for_several_steps(tmp_path: Path):
     taken: dict[str, int] = {}
     for length, median, train_us in (("long", 600, 100), ("short", 60, 100_000)):
-        words = {"emulated__median_tokens": median, "emulated__train_us": train_us, "run__steps": 10}
+        words = {"lab__median_tokens": median, "lab__train_us": train_us, "run__steps": 10}
         run_of(tmp_path / length, roles__rollout=4, **words)
         events = [event for _, event in read_events(tmp_path / length / "journal.jsonl")]
         leases = Counter((event.holder, event.request_id) for event in events if isinstance(event, Leased))
@@ -158,7 +159,7 @@ def test_rollouts_take_more_than_their_part_of_a_step_where_trajectories_last_fo
 
 def test_long_trajectories_move_to_another_rollout(tmp_path: Path):
     tails = {
-        "emulated__p99_over_median": 30,
+        "lab__p99_over_median": 30,
         "repack__period_s": 1,
         "repack__batch_bound": 64,
     }
@@ -204,7 +205,7 @@ def test_schedules_are_compared_in_virtual_time_at_a_fixed_batch(tmp_path: Path,
 def test_the_devices_of_other_models_follow_from_the_shares_of_the_hardware_that_32b_uses(
     model: str, billions: float, layers: int, kv_heads: int
 ):
-    base, other = EmulatedSettings(), read_recipe(RECIPE.with_name(f"emulated-{model}.yaml"), []).emulated
+    base, other = LabSettings(), lab_of(read_recipe(RECIPE.with_name(f"emulated-{model}.yaml"), []))
     larger, gpus = billions / 32.5, other.gpus_per_rollout / base.gpus_per_rollout
     bytes_ratio = layers * kv_heads / (64 * 8)
     activations_gb = (

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from headrace.comm.recipe import EmulatedSettings
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.emulated import generator as emulated
 from headrace.launch.lab.emulated.rewards import EmulatedRewards
+from headrace.launch.lab.settings import LabSettings
 from headrace.launch.lab.virtual.run import VirtualRun
 from headrace.relay.journal.journal import replay
 from headrace.rollout.rewards.calls import ScoreRequest
@@ -38,9 +38,9 @@ class Job:
             "data.path": folder / "prompts.jsonl", "roles.rollout": self.rollouts, "batch.prompts_per_step": GROUPS,
             "batch.samples_per_prompt": SAMPLES, "queue.lead": lead, "queue.filter_zero_std": bool(self.filtered),
             "generator.max_running": 16, "sampling.max_new_tokens": 16384, "optimizer.micro_tokens": 16384,
-            "repack.enabled": False, "emulated.train_us": 820 * 32, "emulated.train_gpus": self.gpus,
-            "emulated.request_us": 41 * 32, "emulated.weights_ms": 11.5, "emulated.kv_ns": 0, "emulated.prefill_us": 0,
-            "emulated.prompt_tokens": 1, "emulated.chain_gb_s": 1e6, "emulated.pull_gb_s": 1e6, "emulated.stretch": 128,
+            "repack.enabled": False, "lab.train_us": 820 * 32, "lab.train_gpus": self.gpus,
+            "lab.request_us": 41 * 32, "lab.weights_ms": 11.5, "lab.kv_ns": 0, "lab.prefill_us": 0,
+            "lab.prompt_tokens": 1, "lab.chain_gb_s": 1e6, "lab.pull_gb_s": 1e6, "lab.stretch": 128,
         }  # fmt: skip
         run = VirtualRun(read_recipe(None, [f"{key}={str(value).lower()}" for key, value in settings.items()]))
         run.run()
@@ -66,11 +66,11 @@ def measured(folder: Path) -> tuple[float, float]:
     return tokens / seconds, sum(line["staleness/mean"] for line in inside) / len(inside)
 
 
-def grown(growth: float) -> Callable[[int, int, EmulatedSettings, int], int]:
+def grown(growth: float) -> Callable[[int, int, LabSettings, int], int]:
     """Lengths that are longer from the middle of the run on, in the order in which trajectories begin."""
     length_of, begun = emulated.response_length, set[int]()
 
-    def response_length(seed: int, trajectory_id: int, settings: EmulatedSettings, longest: int) -> int:
+    def response_length(seed: int, trajectory_id: int, settings: LabSettings, longest: int) -> int:
         begun.add(trajectory_id)
         length = length_of(seed, trajectory_id, settings, longest)
         return min(longest, round(length * growth)) if len(begun) > STEPS // 2 * GROUPS * SAMPLES else length
