@@ -139,15 +139,13 @@ def _place_relays(num_relays: int, hosts: Sequence[int]) -> dict[int, int]:
     return relay_of_rank
 
 
-def visible_devices(placement: Placement, gpus: Sequence[str], staging: str | None = None) -> str:
+def visible_devices(placement: Placement, gpus: Sequence[str], staging: str = "") -> str:
     """`CUDA_VISIBLE_DEVICES` of a rank on a host with these GPUs: one each in order, shared when there are too few.
 
-    A relay has only `staging`, its `relay.staging_device`, if that is the number of a GPU among them.
+    A relay has only `staging`, the GPU that `staging_gpu` found for it.
     """
     if placement.slot is None:
-        if placement.role == "task" or staging in (None, "cpu"):
-            return ""
-        return gpus[int(staging)] if staging.isdigit() and int(staging) < len(gpus) else staging
+        return staging if placement.role == "relay" else ""
     return gpus[placement.slot % len(gpus)] if gpus else ""
 
 
@@ -166,22 +164,18 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
         )
 
 
-def check_staging(recipe: Recipe, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> None:
-    """Raise `SettingError` unless the relays of a host can use `relay.staging_device` there.
+def staging_gpu(recipe: Recipe, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> str:
+    """The GPU of a host's relays under comm.link=nccl: the first that no worker has, since NCCL refuses both ends of a link on one.
 
-    NCCL refuses a GPU that has both ends of a link: an actor is at the other end, with comm.link=nccl any worker is.
+    Empty for another link or a host without relays. Raises `SettingError` if every GPU has a worker.
     """
-    staging = recipe.relay.staging_device
     here = [place for place in placements if place.host == host]
-    if staging in (None, "cpu") or all(place.role != "relay" for place in here):
-        return
-    if not staging.isdigit() or int(staging) >= len(gpus):
+    if recipe.comm.link != "nccl" or all(place.role != "relay" for place in here):
+        return ""
+    taken = {visible_devices(place, gpus) for place in here if place.slot is not None}
+    free = [gpu for gpu in gpus if gpu not in taken]
+    if not free:
         raise SettingError(
-            f"relay.staging_device={staging} is neither cpu nor one of the {len(gpus)} GPUs of host {host}"
+            f"comm.link: nccl needs a GPU of host {host} for its relays, but its workers have all {len(gpus)}; take tcp"
         )
-    for place in here:
-        is_end = place.role == "actor" or (recipe.comm.link == "nccl" and place.slot is not None)
-        if is_end and visible_devices(place, gpus) == gpus[int(staging)]:
-            raise SettingError(
-                f"relay.staging_device={staging} is the GPU of {place.name}, and NCCL needs two; name another, or null"
-            )
+    return free[0]

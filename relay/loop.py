@@ -49,7 +49,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     segment = Segment.inherited()
     unit = open_unit(fleet, mailbox)
     weights = WeightServer(fleet, segment, recipe.comm).start()
-    fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.relay))
+    fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.comm))
     serve_rows(fleet, recipe, mailbox, unit)
     weights.close()
     segment.close()

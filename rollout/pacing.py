@@ -20,21 +20,18 @@ class RolloutPacing:
     """Its long trajectories may move to another rollout."""
 
     @staticmethod
-    def of(rules: Schedule, batch_groups: int | None, prompts_per_step: int, num_rollouts: int) -> "RolloutPacing":
-        """The rules of a schedule; the default share is an equal part of a step."""
-        share = None if rules.takes_share_at_once else batch_groups
+    def of(rules: Schedule, prompts_per_step: int, num_rollouts: int) -> "RolloutPacing":
+        """The rules of a schedule; the share is an equal part of a step."""
         never_drains = rules.max_age == 0
-        follows_window = share is None and not (never_drains or rules.takes_share_at_once)
-        if share is None and not never_drains:
-            share = -(-prompts_per_step // num_rollouts)
+        share = None if never_drains else -(-prompts_per_step // num_rollouts)
         repacks = rules.repacks and num_rollouts > 1
-        num_sharing = num_rollouts if follows_window else 0
+        num_sharing = 0 if never_drains or rules.takes_share_at_once else num_rollouts
         return RolloutPacing(rules, share, num_sharing, repacks)
 
     @staticmethod
     def from_recipe(recipe: Recipe) -> "RolloutPacing":
-        settings = (recipe.rollout.batch_groups, recipe.batch.prompts_per_step, recipe.num_replicas)
-        return RolloutPacing.of(schedule_of(recipe), *settings)
+        """The rules of a recipe's rollouts."""
+        return RolloutPacing.of(schedule_of(recipe), recipe.batch.prompts_per_step, recipe.num_replicas)
 
     def share_of(self, window: int) -> float:
         """Groups that it takes before it drains, where all rollouts together have `window` groups under way.

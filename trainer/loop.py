@@ -34,6 +34,8 @@ from .step_log import StepLog
 from .step_stats import StepStats
 
 _CHECKPOINTS_WITH_ROWS = 2
+CHECKPOINT_PERIOD_S = 1800.0
+"""Seconds between two checkpoints where `checkpoint.every` is null."""
 """The newest checkpoints after which rows are kept: if the last one is damaged, the steps after the one before are trained again."""
 
 
@@ -208,12 +210,12 @@ class Trainer:
         give_back_heap()
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every `checkpoint.every` steps, after `checkpoint.every_minutes`, and where the hub asks for one."""
-        settings, is_late = self.recipe.checkpoint, 0.0
-        if settings.every_minutes and self.has_state:
-            is_late = float(time.monotonic() - self.checkpointed_at >= 60 * settings.every_minutes)
+        """Begin a checkpoint every `checkpoint.every` steps, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one."""
+        every, is_late = self.recipe.checkpoint.every, 0.0
+        if every is None and self.has_state:
+            is_late = float(time.monotonic() - self.checkpointed_at >= CHECKPOINT_PERIOD_S)
             is_late = self.group.all_reduce_max([is_late if self.group.is_lead else 0.0])[0]  # rank 0's clock counts
-        is_due = settings.every and self.learner.version % settings.every == 0
+        is_due = every and self.learner.version % every == 0
         if is_due or is_late or self.checkpoint_after >= self.checkpoints.newest:
             self.checkpoint()
         self.checkpoints.check()

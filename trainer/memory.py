@@ -252,7 +252,7 @@ def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gp
     token_bytes = sizes.num_layers * sizes.key_value * size / tp
     row = -(-row_tokens // _PAGE_TOKENS) * _PAGE_TOKENS * token_bytes
     cache = recipe.generator.max_running * row
-    if not on_gpu and recipe.generator.prefix_cache:
+    if not on_gpu:
         rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt / max(1, recipe.num_replicas)
         # Pages that are kept make room for running ones, each in a range of its own.
         cache += cache + min(_KEPT_BYTES, rows * row)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
-from ..recipe import CommSettings, RelaySettings
+from ..recipe import CommSettings
 from ..signing import EntryReader, sign_entry
 from ..store import StoreClient, clone_store, read_value
 from ..waits import Wait, waiting
@@ -121,7 +121,6 @@ def _remaining_s(wait: Wait) -> float:
     return max(wait.remaining_s, 1e-3)  # a socket takes 0 for no timeout at all
 
 
-def staging_of(settings: RelaySettings) -> str:
+def staging_of(settings: CommSettings) -> str:
     """The back end over which a relay receives versions from actors; empty if any will do."""
-    device = settings.staging_device
-    return "" if device is None else "staged" if device == "cpu" else "nccl"
+    return "nccl" if settings.link == "nccl" else ""

@@ -5,14 +5,6 @@ import msgspec
 from .base import Message
 
 
-class Delta(msgspec.Struct, frozen=True):
-    """The version may come as its difference of `num_bytes` bytes to version `base`, in elements of `width` bytes."""
-
-    base: int
-    num_bytes: int
-    width: int
-
-
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """The sender has this version, or part `part` of its `num_parts`, or is receiving it.
 
@@ -26,7 +18,6 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     num_parts: int = 1
     part: int = 0
     spans: tuple[tuple[int, int], ...] = ()
-    delta: Delta | None = None
     incarnation: int = 1
 
     @property

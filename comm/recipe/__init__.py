@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from .devices import CommSettings, RelaySettings
+from .comm import CommSettings
 from .evaluation import EvalSettings
 from .fields import ScheduleName
 from .generation import GeneratorSettings, RolloutSettings, SamplingSettings
@@ -47,7 +47,6 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: OptimizerSettings = OptimizerSettings()
     critic: CriticSettings = CriticSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-    relay: RelaySettings = RelaySettings()
     comm: CommSettings = CommSettings()
     lab: dict[str, Any] = {}
     """Settings of emulated devices as they are written; `launch/lab` alone reads them."""

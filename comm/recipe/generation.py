@@ -40,8 +40,6 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Fraction of its GPU's memory that a rollout may use."""
     prefill_tokens: Count = 2048
     """Most prompt tokens that are prefilled in one step."""
-    prefix_cache: bool = True
-    """Find keys and values of earlier tokens again for prompts that begin with the same tokens, within a version."""
     exact: bool = False
     """Make the log-probabilities of generator and trainer equal bit for bit (Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
     attention: str = "auto"
@@ -53,8 +51,6 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
     """The generator: the project's own, an emulated device (`launch.lab --help`), transformers', or your own adapter (docs/service.md)."""
-    batch_groups: Count | None = None
-    """Groups between two checks for a newer version; null is its share of a step or of the window, for `partial` no limit."""
     max_age: Count | None = None
     """Most versions that a rollout's weights are behind the newest: beyond, its running trajectories go on under new ones; null is off."""
     stream_tokens: OptionalCount = 256

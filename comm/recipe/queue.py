@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..messages.base import MAX_SAMPLES
-from .fields import MAX_SECONDS, Bound, Count, OptionalCount
+from .fields import MAX_SECONDS, Count, OptionalCount
 
 
 class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,16 +44,10 @@ class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     lead: Literal["auto"] | Count = "auto"
     """Groups that generation runs ahead, leased or ready; auto has as few as keep the trainer busy."""
-    capacity: Count | None = None
-    """Most groups leased or ready at one time, whatever queue.lead says; null sets no limit."""
     max_staleness: OptionalCount | None = None
-    """Upper bound of (version in training - version that generated); with null only queue.lead and queue.capacity do."""
+    """Upper bound of (version in training - version that generated); with null only queue.lead does. A step waits for a group that is due."""
     filter_zero_std: bool = False
     """Drop and replace groups whose rewards are all equal (dynamic sampling)."""
-    on_stale: Literal["wait", "evict"] = "wait"
-    """For groups at the bound of `max_staleness`: `wait` delays the step for them, `evict` discards those beyond it."""
-    on_failed: Literal["keep", "drop"] = "keep"
-    """For a group with a failed trajectory: `keep` trains its other trajectories, `drop` discards them."""
     max_lost_batches: Count | None = 20
     """Most batches of groups that fail or are filtered out, with none between them that can be trained, and at
     least 64 groups; then the run ends. null sets no limit."""
@@ -70,9 +64,3 @@ class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whether trajectories are moved."""
     period_s: Annotated[float, Meta(ge=0.01, le=MAX_SECONDS)] = 5.0
     """Seconds between two plans; a new version also causes one. Rollouts report their load twice as often."""
-    batch_bound: Count | None = None
-    """Most trajectories of one rollout after a move; null measures where a step takes 1.25 times a small batch's time."""
-    slowdown: Bound = 2.0
-    """By how much cached tokens may slow decode steps after a move: 2 allows three times the time of a step with an empty cache."""
-    transfer: Literal["auto", "pages", "prefill"] = "auto"
-    """KV cache of a moved trajectory: `pages` sends it, `prefill` computes it again, `auto` measures which is cheaper."""

@@ -79,9 +79,7 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     )
     """Bounds of importance weights: truncate (TIS), clip as PPO does, or mask (IcePop), of each token or of whole responses."""
     importance_sampling_cap: Cap = 2.0
-    """Largest importance weight of tokens of older versions; a mask also drops weights below 1 / cap."""
-    mismatch_cap: Cap = 2.0
-    """The same for tokens of the version in training: mismatch of generator and trainer alone."""
+    """Largest importance weight; a mask also drops weights below 1 / cap."""
     entropy_coef: Finite = 0.0
     """Weight of an entropy bonus."""
     kl_coef: NotNegative = 0.0
@@ -146,10 +144,8 @@ class CriticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`checkpoint.*`: the checkpoints under `checkpoints/`."""
 
-    every: OptionalCount = 0
-    """Optimizer steps between two checkpoints; 0 is off. The end of a run, and a signal, write one in any case."""
-    every_minutes: NotNegative = 30.0
-    """Longest time from one checkpoint, or the start, to the next one, after the step then under way; 0 is off."""
+    every: OptionalCount | None = None
+    """Optimizer steps between two checkpoints; null writes one every 30 minutes, 0 none. The end of a run, and a signal, write one in any case."""
     keep: Count = 2
     """Number of the newest checkpoints that stay on disk."""
     best: str = ""

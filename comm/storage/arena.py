@@ -58,7 +58,7 @@ class ArenaFile:
             try:
                 written = os.pwritev(self._fd, pending[first : first + _BUFFERS_PER_CALL], offset)
             except OSError as error:
-                raise StorageFull(f"{error}: lower queue.capacity, or add relays") from error
+                raise StorageFull(f"{error}: lower queue.lead, or add relays") from error
             offset += written
             while first < len(pending) and written >= len(pending[first]):
                 written -= len(pending[first])
@@ -111,7 +111,7 @@ class Arena(ArenaFile):
         if self._end + size > self._capacity_bytes:
             raise StorageFull(
                 f"a storage unit of {self._capacity_bytes >> 20} MiB has no room for {num_bytes} bytes more: "
-                "lower queue.capacity, or add relays"
+                "lower queue.lead, or add relays"
             )
         offset, self._end = self._end, self._end + size
         self._high_water = max(self._high_water, self._end)

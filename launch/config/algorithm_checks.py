@@ -63,7 +63,7 @@ def _without_ratio(recipe: Recipe) -> Iterator[str]:
 def _without_weight(recipe: Recipe) -> Iterator[str]:
     """Settings of importance weights, and of the policy between, that change nothing."""
     algorithm = recipe.algorithm
-    weights = _changed(algorithm, "importance_sampling", "importance_sampling_cap", "mismatch_cap")
+    weights = _changed(algorithm, "importance_sampling", "importance_sampling_cap")
     if algorithm.proximal == "rollout" and weights:
         yield f"{', '.join(weights)}: no effect with algorithm.proximal=rollout, whose weights are 1"
     elif algorithm.importance_sampling == "token_clip" and algorithm.loss != "clip":

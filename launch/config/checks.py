@@ -112,8 +112,6 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
     check_comm(recipe)
     _check_schedule(recipe)
-    if queue.on_stale == "evict" and queue.max_staleness is None:
-        raise SettingError("queue.on_stale=evict: nothing is stale without a bound; set queue.max_staleness")
     if bool(queue.tasks) != bool(roles.task):
         raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
     if recipe.batch.updates_per_version > recipe.batch.prompts_per_step:
@@ -134,13 +132,10 @@ def _check_schedule(recipe: Recipe) -> None:
     schedule = f"run.schedule={rules.name}"
     if rules.staleness is not None and queue.max_staleness is not None:
         raise SettingError(f"queue.max_staleness: {schedule} has its own bound; leave this at null")
-    if rules.takes_share_at_once and recipe.rollout.batch_groups is not None:
-        raise SettingError(f"rollout.batch_groups: {schedule} gives each rollout an equal share; leave this at null")
     if recipe.rollout.max_age is not None and rules.name != "headrace":
         raise SettingError(f"rollout.max_age: {schedule} has its own rule for new weights; take headrace, or null here")
-    for name, most in (("capacity", queue.capacity), ("lead", queue.lead)):
-        if rules.whole_batches and isinstance(most, int) and most < prompts:
-            raise SettingError(f"queue.{name}: {schedule} needs room for batch.prompts_per_step={prompts}, not {most}")
+    if rules.whole_batches and isinstance(queue.lead, int) and queue.lead < prompts:
+        raise SettingError(f"queue.lead: {schedule} needs room for batch.prompts_per_step={prompts}, not {queue.lead}")
 
 
 def _check_trainer(recipe: Recipe) -> None:

@@ -12,8 +12,6 @@ def check_comm(recipe: Recipe) -> None:
             f"comm.expiry_s={comm.expiry_s:g}: at least twice comm.heartbeat_s={comm.heartbeat_s:g}, or processes that live"
             " count as dead"
         )
-    if comm.link == "nccl" and recipe.relay.staging_device in (None, "cpu"):
-        raise SettingError("comm.link: nccl needs a GPU for each relay; name it with relay.staging_device")
     if comm.tls:
         _check_tls(recipe)
 

@@ -14,7 +14,7 @@ from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
 from ..cores import Cores, cores_of, ignored_threads, usable_cores
-from ..placement import Placement, count_ranks, place_ranks, visible_devices
+from ..placement import Placement, count_ranks, place_ranks, staging_gpu, visible_devices
 from .gpus import Gpus
 from .host_plan import HostShortage
 from .load import recipe_yaml
@@ -126,7 +126,7 @@ def _config_of(recipe: Recipe) -> dict[str, Any]:
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:
     hosts = {place.host: _cores_on(place.host, recipe, places, gpus) for place in places}
     for rank, place in enumerate(places):
-        device = visible_devices(place, gpus.names, recipe.relay.staging_device)
+        device = visible_devices(place, gpus.names, staging_gpu(recipe, places, place.host, gpus.names))
         extra = " + hub" if place.name == "relay-0" else ""
         threads = hosts[place.host].threads(place.role)
         yield (

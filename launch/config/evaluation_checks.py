@@ -35,7 +35,7 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
 def _check_best(recipe: Recipe) -> None:
     """A checkpoint can be scored by an evaluation: each has its version evaluated, and the metric exists."""
     best, every, settings = recipe.checkpoint.best, recipe.checkpoint.every, recipe.eval
-    if best and not every and not recipe.checkpoint.every_minutes:
+    if best and every == 0:
         raise SettingError(f"checkpoint.best={best}: there is nothing to choose from; set checkpoint.every above 0")
     if not best.startswith("eval/"):
         return
@@ -45,7 +45,7 @@ def _check_best(recipe: Recipe) -> None:
     known = [f"eval/{name}/{mean}" for name in evaluation_names(settings) for mean in means]
     if best not in known:
         raise SettingError(f"checkpoint.best={best}: an evaluation has {', '.join(known)}")
-    if every % settings.every:
+    if every and every % settings.every:
         raise SettingError(
             f"checkpoint.best={best}: an evaluation every {settings.every} steps scores no checkpoint every {every} steps;"
             " set checkpoint.every to a multiple of eval.every"

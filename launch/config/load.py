@@ -18,7 +18,7 @@ from msgspec import inspect as kinds
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from .peer_names import peer_hint
+from .peer_names import name_hint
 from .run_folder import make_run_folder
 from .values import SettingsLoader, describe, members_of, show_value, typed_value
 
@@ -27,7 +27,6 @@ LAB = "lab"
 """The section whose values stay as they are written, for `launch/lab`."""
 _ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)
 """The text of msgspec's `ValidationError`: the reason, the setting, and the place within its value."""
-_RENAMED = {"algorithm.scale_by_std": "algorithm.scale_rewards=group (true) or none (false)"}
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -137,7 +136,7 @@ def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
         named = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
         for name in named or ([] if section in firsts else [str(section)]):
             if name not in known:
-                if hint := peer_hint(whole := _whole_name(name, named.get(name, values))):
+                if hint := name_hint(whole := _whole_name(name, named.get(name, values))):
                     raise SettingError(f"{origin}unknown setting {whole!r}{hint}")
                 raise SettingError(f"{origin}unknown setting {name!r}{_nearest(name)}")
             if isinstance(named[name], dict) and kinds.DictType not in map(type, members_of(known[name].type)):
@@ -153,8 +152,6 @@ def _whole_name(name: str, value: Any) -> str:
 
 
 def _nearest(name: str) -> str:
-    if name in _RENAMED:
-        return f"; it is {_RENAMED[name]} now"
     known, leaf = known_settings(), name.rpartition(".")[2]
     near = (
         [other for other in known if other.startswith(name)]

@@ -10,7 +10,7 @@ _EVERYWHERE: Mapping[str, Sequence[str]] = {
         "optimizer.name=adamw8bit",
     ),
     "rollout": ("a smaller generator.kv_gb", "a smaller generator.max_running"),
-    "relay": ("a smaller queue.capacity", "a smaller batch.prompts_per_step"),
+    "relay": ("a smaller queue.lead", "a smaller batch.prompts_per_step"),
     "reference": ("a smaller optimizer.micro_tokens", "roles.reference=0, which shards it over the trainer's ranks"),
 }
 _ON_GPU: Mapping[str, Sequence[str]] = {

@@ -1,7 +1,24 @@
-"""The names here of settings of TRL, verl and prime-rl, for the message about an unknown setting."""
+"""What to use in place of a setting that there is no more, or of one of TRL, verl or prime-rl, for the message about an unknown setting."""
 
 from collections.abc import Mapping
 
+EARLIER: Mapping[str, str] = {
+    "algorithm.mismatch_cap": "algorithm.importance_sampling_cap bounds the weights of all tokens",
+    "algorithm.scale_by_std": "it is algorithm.scale_rewards=group (true) or none (false) now",
+    "checkpoint.every_minutes": "without checkpoint.every there is a checkpoint every 30 minutes, with it every so many steps",
+    "comm.delta": "versions are always sent whole",
+    "emulated": "emulated devices have settings of the lab, lab.*; python -m headrace.launch.lab --help lists them",
+    "generator.prefix_cache": "the prefix cache is always on",
+    "queue.capacity": "queue.lead=N keeps N groups under way",
+    "queue.on_failed": "the other trajectories of a group are always trained",
+    "queue.on_stale": "a step always waits for a group that is due under queue.max_staleness",
+    "relay.staging_device": "with comm.link=nccl the relays take a GPU without a worker by themselves",
+    "repack.batch_bound": "each rollout measures it at its start",
+    "repack.slowdown": "a moved trajectory slows the decode steps of its destination to three times an empty cache's at most",
+    "repack.transfer": "each rollout measures which is cheaper, to send a cache or to compute it again",
+    "rollout.batch_groups": "a rollout takes its share of a step or of the window; queue.lead=N sets the window",
+}
+"""By name, or section, what has taken the place of a setting of an earlier version."""
 _TRL = {
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
@@ -93,8 +110,11 @@ PEERS: Mapping[str, Mapping[str, str]] = {"TRL": _TRL, "verl": _VERL, "prime-rl"
 """By project: its name of a setting, from as far to the left as the name needs, and the name here."""
 
 
-def peer_hint(name: str) -> str:
-    """The name here of a peer's dotted setting, as the end of a sentence; empty if no peer has that setting."""
+def name_hint(name: str) -> str:
+    """What to use in place of an unknown dotted name, as the end of a sentence; empty if neither an earlier version nor a peer has it."""
+    for known in (name, name.partition(".")[0]):
+        if known in EARLIER:
+            return f"; {EARLIER[known]}"
     parts = name.split(".")
     for tail in (".".join(parts[first:]) for first in range(len(parts))):
         for peer, names in PEERS.items():

@@ -40,6 +40,8 @@ class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Bytes of one token's keys and values."""
     kv_gb_s: Positive = 50.0
     """GB/s of a KV cache that is sent to another rollout."""
+    batch_bound: Count | None = None
+    """Most trajectories of one rollout after a move; null measures the device at the start, as a real one is measured."""
     stretch: Count = 32
     """Decode steps between two checks for messages; the device's own time is exact to one step."""
     prompt_tokens: Count = 300

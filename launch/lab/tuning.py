@@ -1,7 +1,7 @@
-"""Tunes the entrants of a comparison: a climb over four knobs, with as many runs for each entrant.
+"""Tunes the entrants of a comparison: a climb over three knobs, with as many runs for each entrant.
 
-The knobs are the split of the GPUs, the trajectories that a rollout decodes together, the capacity of the queue, and a rollout's
-quota of groups. A knob that an entrant ignores is not tried: a barrier has no capacity and no quota, and colocated devices have no split.
+The knobs are the split of the GPUs, the trajectories that a rollout decodes together, and the length of the queue.
+A knob that an entrant ignores is not tried: a barrier has a queue of its own, and colocated devices have no split.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +14,6 @@ from ...relay.queue.schedules import SCHEDULES
 
 MAX_RUNNING = (None, 384, 256, 192, 128, 96)
 BATCHES_QUEUED = (8, 4, 2)
-SHARES_TAKEN = (1, 2, 4)
-"""Quotas, in equal shares of a step."""
 _MOVES = 4
 """Moves of the split in each direction."""
 
@@ -28,8 +26,7 @@ class Knobs(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rollouts: int
     max_running: int | None = None
-    capacity: int | None = None
-    quota: int | None = None
+    lead: int | None = None
 
     @property
     def settings(self) -> dict[str, int]:
@@ -48,7 +45,7 @@ class Knobs(msgspec.Struct, frozen=True, omit_defaults=True):
         return " ".join(f"{key}={value}" for key, value in list(self.settings.items())[1:])
 
 
-KNOBS = ("roles.rollout", "generator.max_running", "queue.capacity", "rollout.batch_groups")
+KNOBS = ("roles.rollout", "generator.max_running", "queue.lead")
 """The settings of `Knobs`, in the order of its fields."""
 _SIZES = ("lab.train_gpus", "batch.prompts_per_step")
 """Settings that are in the key of tuned knobs, or change nothing of their runs."""
@@ -65,9 +62,7 @@ def ladders(entrant: str, start: Knobs, most_rollouts: int, groups: int) -> dict
     if entrant in SCHEDULES:
         found = {"rollouts": [split for split in splits if 0 < split < most_rollouts], **found}
     if entrant in SCHEDULES and SCHEDULES[entrant].staleness is None:
-        share = -(-groups // start.rollouts)
-        found["capacity"] = (None, *(batches * groups for batches in BATCHES_QUEUED))
-        found["quota"] = (None, *(shares * share for shares in SHARES_TAKEN))
+        found["lead"] = (None, *(batches * groups for batches in BATCHES_QUEUED))
     begun = {name: getattr(start, name) for name in found}
     return {name: _with_value(ladder, begun[name]) for name, ladder in found.items()}
 

@@ -35,7 +35,7 @@ from ..config.load import CONFIG_FILE
 from ..config.run_folder import SUMMARY_FILE, FolderWatch
 from ..cores import cores_of
 from ..hosts import JOINED_HOST, ranks_of_hosts
-from ..placement import Placement, check_staging, is_restartable, place_ranks, processes_on, visible_devices
+from ..placement import Placement, is_restartable, place_ranks, processes_on, staging_gpu, visible_devices
 from ..report.peak_memory import write_peaks
 from .child import Child, block_signals, describe_exit, print_message, wait_for_signal
 from .memory_kill import MemoryKills
@@ -381,8 +381,7 @@ def supervise(recipe: Recipe, joining: Sequence[Placement] = ()) -> int:
     placement, gpus = placements[int(os.environ["RANK"])], Gpus.of_this_host().names
     if not gpus and os.environ.get("LOCAL_RANK") == "0":
         print_message("no GPU is visible here; all processes of this host run on the CPU")
-    check_staging(recipe, placements, placement.host, gpus)
-    device = visible_devices(placement, gpus, recipe.relay.staging_device)
+    device = visible_devices(placement, gpus, staging_gpu(recipe, placements, placement.host, gpus))
     supervisor = Supervisor(
         recipe, placement, sum(hosts), hosts_store=not joining and os.environ["RANK"] == "0", device=device
     )

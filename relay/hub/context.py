@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from ...comm.messages import DropRows
 from ...comm.messages.base import RowId, process_of
 from ..journal import events as ev
-from ..journal.records import Group, RowStatus
 from ..journal.state import HubState, apply
 
 if TYPE_CHECKING:
@@ -56,11 +55,6 @@ class HubContext:
         """Tell relays to drop rows, by the keys of their bytes."""
         for relay, dropped in keys.items():
             self.mailbox.send(relay, DropRows(dropped))
-
-    def evict(self, groups: Iterable[Group], reason: str) -> None:
-        """Throw groups out, finished or not; later results of their rows are fenced off."""
-        for group in groups:
-            self.commit(ev.Evicted(group=group.id, reason=reason), drops=group.row_ids(RowStatus.READY))
 
     def _keys_by_relay(self, rows: Iterable[RowId], *, everywhere: bool = False) -> dict[str, list[str]]:
         """The keys of these rows by the relays that store them, or by all relays."""

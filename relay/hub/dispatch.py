@@ -74,8 +74,7 @@ class Dispatcher(Handler):
         return any(TRAIN in request.tasks for request in self._pending_requests.values())
 
     def advance(self) -> None:
-        """Evict the groups that are too stale, then answer the requests for which rows are ready."""
-        self.context.evict(self.admission.stale(self.state), "older than queue.max_staleness")
+        """Answer the requests for which rows are ready."""
         for consumer, request in list(self._pending_requests.items()):
             answer = self._answer(consumer, request)
             if answer is not None:

@@ -20,6 +20,8 @@ from ..repack import Report, plan_moves
 from .context import Handler, HubContext
 from .telemetry import FleetStats
 
+SLOWDOWN = 2.0
+"""By how much cached tokens may slow decode steps after a move: to three times a step with an empty cache (docs/benchmarks.md)."""
 MOVE_TIMEOUT_S = 30.0
 """A move without a result after this time no longer keeps its rollouts out of the next plan."""
 
@@ -85,7 +87,7 @@ class Repacking(Handler):
         reports = {name: self._report(name, load) for name, load in self._reports.items()}
         for name, report in reports.items():
             self._last_loads[name].kv_before = report.kv_used
-        for move in plan_moves(reports.values(), self.settings.slowdown):
+        for move in plan_moves(reports.values(), SLOWDOWN):
             # The load that the destination is about to receive must not look like a cache that fills up.
             self._last_loads[move.destination].kv_before += reports[move.source].kv_used
             self._last_request_id += 1

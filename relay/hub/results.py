@@ -84,10 +84,8 @@ class Results(Handler):
             say(f"failed trajectories: {count} x {reason}")
 
     def _filter(self, group: Group) -> None:
-        """Throw a group out if one of its rows failed or if it has no learning signal, where the settings say so."""
-        if self.queue.on_failed == "drop" and group.samples(RowStatus.FAILED):
-            self.context.evict([group], "a member failed")
-        elif self.queue.filter_zero_std and group.step is None and group.is_complete:
+        """Throw a complete group out that has no learning signal, where the settings say so."""
+        if self.queue.filter_zero_std and group.step is None and group.is_complete:
             ready = group.samples(RowStatus.READY)
             if len({group.rows[sample].reward for sample in ready}) == 1:
                 self.context.commit(ev.GroupFiltered(group=group.id), drops=group.row_ids(RowStatus.READY))

@@ -193,13 +193,6 @@ class TaskReturned(Event, frozen=True, kw_only=True):
     reason: str
 
 
-class Evicted(Event, frozen=True, kw_only=True):
-    """A group left the queue, finished or not: it is too stale, or one of its rows failed."""
-
-    group: GroupId
-    reason: str
-
-
 class GroupFiltered(Event, frozen=True, kw_only=True):
     """A complete group left the queue since its rewards are all equal."""
 

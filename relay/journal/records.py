@@ -43,7 +43,7 @@ class Losses:
 
     `failed`, `filtered` and `evicted` as in the account; `lost` had no copy left and are generated again. `failure` is the reason of the
     first that failed, `loss` that of the last that was lost. `in_vain` counts those that met an end since a group was last handed to the
-    trainer. Groups that are discarded for their age do not count: trained steps have made them old.
+    trainer.
     """
 
     finished: int = 0
@@ -68,9 +68,9 @@ class Losses:
         self.filtered += num_rows
         self.in_vain += num_rows
 
-    def evict(self, num_rows: int, *, in_vain: bool) -> None:
+    def evict(self, num_rows: int) -> None:
         self.evicted += num_rows
-        self.in_vain += num_rows if in_vain else 0
+        self.in_vain += num_rows
 
     def lose(self, num_rows: int, reason: str) -> None:
         self.lost += num_rows

@@ -172,7 +172,7 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
     state.failures[event.reason] += len(rows)
     state.account.evicted += len(ready)
     state.losses.fail(len(rows), event.reason)
-    state.losses.evict(len(ready), in_vain=True)
+    state.losses.evict(len(ready))
     state.release(ready)
     state.unassigned.pop(event.group, None)
     state.queue.remove(event.group)
@@ -267,18 +267,6 @@ def _(event: ev.TaskReturned, state: HubState) -> None:
     record = state.tasks[event.task]
     attempts = record.open_batches[event.number].attempts
     record.close(event.number, consumed=(), missing=state.missing(attempts))
-
-
-@_change.register
-def _(event: ev.Evicted, state: HubState) -> None:
-    group = state.groups.pop(event.group)
-    assert group.step is None, f"group {event.group} is handed out"
-    state.unassigned.pop(event.group, None)
-    state.queue.remove(event.group)
-    rows = group.row_ids(RowStatus.WANTED, RowStatus.LEASED, RowStatus.READY)
-    state.account.evicted += len(rows)
-    state.losses.evict(len(rows), in_vain=bool(group.samples(RowStatus.FAILED)))
-    state.release(rows)
 
 
 @_change.register

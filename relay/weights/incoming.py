@@ -16,7 +16,6 @@ from .byte_ranges import GRID_BYTES, ByteRanges, chunk_digest, digest_of_ranges,
 
 if TYPE_CHECKING:
     from ...comm.messages.weights import Offer
-    from .delta import DeltaCodec
     from .slots import SlotWrite
 
 
@@ -54,7 +53,6 @@ class IncomingVersion:
     offer: "Offer"
     slot: "SlotWrite"
     state: IncomingState
-    deltas: "DeltaCodec"
     _advanced: threading.Condition
     digest: str = ""
     _right_parts: set[int] = field(default_factory=set)
@@ -83,11 +81,6 @@ class IncomingVersion:
         return any(map(is_trainer, self._upstreams.values())) or not self._upstreams
 
     @property
-    def is_delta(self) -> bool:
-        """True if all known parts come as differences: the version leaves as one difference, once it is complete."""
-        return self.deltas.covers(self._upstreams.keys())
-
-    @property
     def is_checked(self) -> bool:
         """True while all parts are in place and match their digests."""
         return len(self._right_parts) == self.offer.num_parts
@@ -100,7 +93,6 @@ class IncomingVersion:
         """`upstream` sends the offered part from now on; returns the offset to continue at."""
         self._ranges[offer.part] = ranges_of(offer)
         self._upstreams[offer.part] = upstream
-        self.deltas.forget(offer.part)
         return self._done.setdefault(offer.part, 0)
 
     def advance(self, part: int, upstream: str, done: int) -> bool:

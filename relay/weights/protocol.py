@@ -11,7 +11,7 @@ All are frames (`comm/links/frames.py`). While it has nothing to send, the sende
 dead. A transfer that broke continues at its offset over the next link.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,9 +22,6 @@ from ...comm.links.frames import receive_frame, send_data, send_frame, send_idle
 from ...comm.messages.weights import Offer
 from .byte_ranges import ranges_of
 
-if TYPE_CHECKING:
-    from .delta import Difference
-
 IDLE_S = 1.0
 SILENCE_S = 5.0
 PIECE_BYTES = 1 << 20
@@ -34,10 +31,9 @@ _MAX_ATTEMPTS = 3
 
 
 class Accept(msgspec.Struct, frozen=True, tag=True):
-    """The receiver wants the bytes from `offset` on, or the delta that was offered; -1 if it wants none."""
+    """The receiver wants the bytes from `offset` on; -1 if it wants none."""
 
     offset: int
-    takes_delta: bool = False
 
 
 class Trailer(msgspec.Struct, frozen=True, tag=True):
@@ -63,8 +59,6 @@ class VersionSource(Protocol):
     """A version to send, which may still be arriving."""
 
     offer: Offer
-    difference: "Difference | None"
-    """The version as a difference to an older one, for a receiver that holds the older one."""
 
     def bytes_at(self, at: int, start: int, end: int) -> np.ndarray:
         """The bytes from `at` of the part on, which are those of [start, end) of the layout."""
@@ -87,18 +81,12 @@ def send_version(link: Link, source: VersionSource, deadline_s: float, piece_byt
 
     Raises `LinkBroken` or `MessageRefused`; `deadline_s` bounds each piece.
     """
-    for attempt in range(_MAX_ATTEMPTS):
-        difference = source.difference if attempt == 0 else None
-        delta = None if difference is None else difference.delta
-        send_frame(link, msgspec.structs.replace(source.offer, delta=delta), deadline_s)
+    for _ in range(_MAX_ATTEMPTS):
+        send_frame(link, source.offer, deadline_s)
         answer = receive_frame(link, _ACCEPTS, deadline_s)
         if answer.offset < 0:
             return True
-        if difference is not None and answer.takes_delta:
-            changes = difference.changes
-            for start in range(0, changes.nbytes, PIECE_BYTES):
-                send_data(link, changes[start : start + PIECE_BYTES], deadline_s)
-        elif not _send_bytes(link, source, answer.offset, deadline_s, piece_bytes):
+        if not _send_bytes(link, source, answer.offset, deadline_s, piece_bytes):
             return False
         while (digest := source.digest(IDLE_S)) is None and source.is_valid():
             send_idle(link, deadline_s)

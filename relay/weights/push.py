@@ -24,7 +24,6 @@ from ...comm.shared_memory import Segment
 from ...comm.waits import waiting
 from .byte_ranges import ranges_of
 from .chain import open_push_link
-from .delta import DeltaSource, Difference
 from .pinned import host_buffer
 from .protocol import MAX_PIECE_BYTES, SILENCE_S
 from .shards import WeightShard
@@ -60,7 +59,6 @@ class PendingVersion:
     reservation: SlotReserved | None = None
     is_reserved: Callable[[], bool] = lambda: True
     """Whether the reserved slot is still this version's."""
-    difference: Difference | None = None
     _digest: str = ""
 
     def detached(self, memory: Callable[[int], np.ndarray] = host_buffer) -> "PendingVersion | None":
@@ -165,23 +163,17 @@ class SharedMemoryPush:
 class LinkPush:
     """Pushes over a link to a relay on any host; it reserves no slots."""
 
-    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSettings, backend: str) -> None:
+    def __init__(self, relay: Member, fleet: Fleet, mailbox: Mailbox, backend: str) -> None:
         self.relay = relay
         self._fleet = fleet
-        self._deltas = DeltaSource() if settings.delta else None
         self.link = open_push_link(fleet, mailbox, relay.name, backend, SILENCE_S)
         # Staging buckets overlap within a piece.
         self._chunked_sender = ChunkedSender(MAX_PIECE_BYTES if backend in ("nccl", "staged") else None)
 
     def push(self, version: PendingVersion) -> None:
         """Push a version; returns when the relay has checked its bytes. Raises `LinkBroken`."""
-        number, buffer = version.offer.version, version.buffer
-        if self._deltas is not None:
-            version.difference = self._deltas.offer(number, buffer, version.part.layout.element_bytes)
         num_nodes = 1 + len(self._fleet.alive_members("relay"))
         self._chunked_sender.send(self.link, version, version.part.num_bytes, num_nodes)
-        if self._deltas is not None:
-            self._deltas.remember(number, buffer)
 
     def close(self) -> None:
         self.link.close()
@@ -191,7 +183,7 @@ def open_push(relay: Member, fleet: Fleet, mailbox: Mailbox, settings: CommSetti
     """The way to a relay under these settings. Raises `PeerGone`, `LinkBroken` or `SettingError`."""
     staging = relay.info.get("staging", "")
     if staging == "nccl" and not torch.cuda.is_available():
-        raise SettingError("relay.staging_device: the actor has no GPU to broadcast from; leave the setting out")
+        raise SettingError("comm.link: nccl needs a GPU at both ends, and the actor has none")
     if not staging and is_shared(relay, fleet, settings):
         return SharedMemoryPush(relay, fleet, mailbox)
-    return LinkPush(relay, fleet, mailbox, settings, staging or remote_backend(settings))
+    return LinkPush(relay, fleet, mailbox, staging or remote_backend(settings))

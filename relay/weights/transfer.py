@@ -16,7 +16,7 @@ import numpy as np
 from ...comm.errors import LinkBroken
 from ...comm.links.base import Link
 from ...comm.links.frames import FrameKind, receive_frame, receive_head, send_frame, send_idle
-from ...comm.messages.weights import Delta, Offer
+from ...comm.messages.weights import Offer
 from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from .byte_ranges import digest, ranges_of
@@ -66,26 +66,9 @@ def receive_versions(
             send_frame(link, Accept(-1), SILENCE_S)
             continue
         incoming, at = opened
-        takes_delta = at == 0 and incoming.deltas.accept(offer, version_store.slots)
-        send_frame(link, Accept(at, takes_delta), SILENCE_S)
-        if takes_delta and offer.delta is not None:
-            at = _receive_delta(link, version_store, incoming, offer, offer.delta, upstream)
+        send_frame(link, Accept(at), SILENCE_S)
         if _receive_part(link, version_store, incoming, offer, at, upstream):
             on_complete(incoming)
-
-
-def _receive_delta(
-    link: Link, version_store: "VersionStore", incoming: "IncomingVersion", offer: Offer, delta: Delta, upstream: str
-) -> int:
-    """Receive a part as a difference and write it; returns the number of its bytes, which are all in place then."""
-    changes = np.empty(delta.num_bytes, np.uint8)
-    _fill(link, changes, f"the delta of version {offer.version} from {upstream}")
-    done = ranges_of(offer).num_bytes
-    with version_store.filling(incoming):
-        is_applied = incoming.deltas.apply(offer, delta, changes, incoming.buffer, version_store.slots)
-    if not is_applied or not version_store.advance(incoming, offer.part, upstream, done):
-        raise LinkBroken(f"the delta of version {offer.version} from {upstream} does not fit")
-    return done
 
 
 def _receive_part(

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy as np
 from ...comm.errors import LinkBroken
 from ...comm.messages.weights import Offer
 from ...comm.shared_memory import Lock, Segment
-from .delta import DeltaCodec, Difference
 from .incoming import IncomingState, IncomingVersion, is_trainer
 from .slots import READER_LOCK_S, SlotWrite, StoredVersion, VersionSlots
 
@@ -36,14 +35,12 @@ class SlotSource:
         self,
         slots: VersionSlots,
         found: IncomingVersion | StoredVersion,
-        differences: Mapping[int, Difference],
         is_closed: Callable[[], bool],
     ) -> None:
         self._incoming = found if isinstance(found, IncomingVersion) else None
         held = found.slot if isinstance(found, IncomingVersion) else found
         incarnation = found.offer.incarnation if isinstance(found, IncomingVersion) else found.incarnation
         self.offer = Offer(held.version, slots.segment.slot_bytes, slots.fingerprint, incarnation=incarnation)
-        self.difference = None if self._incoming is not None else differences.get(held.version)
         self._slots = slots
         self._slot = held.slot
         self._generations = (held.generation, held.generation + (self._incoming is not None))
@@ -92,8 +89,6 @@ class VersionStore:
         self._advanced = threading.Condition(lock)
         self.incoming: IncomingVersion | None = None
         """The version that is on its way in, or for which a slot is reserved."""
-        self.differences: dict[int, Difference] = {}
-        """The newest version as a difference, if it came as one."""
         self._trainer_incarnation = 0
         self._num_filling: Counter[int] = Counter()
         """Threads that write a piece into each slot."""
@@ -216,12 +211,10 @@ class VersionStore:
                 )
             if not incoming.is_checked:
                 return is_right
-        whole, difference = incoming.whole_digest(), incoming.deltas.encode(incoming.buffer, incoming.offer.num_parts)
+        whole = incoming.whole_digest()
         with self._changed:
             # Meanwhile the version may have been abandoned, or a part been found wrong that another upstream sent again.
             if incoming.state is IncomingState.ARRIVING and incoming.is_checked and whole:
-                self.differences = {} if difference is None else {incoming.offer.version: difference}
-                incoming.deltas = DeltaCodec()
                 incoming.digest, incoming.state = whole, IncomingState.COMPLETE
                 self.slots.commit(incoming.slot, whole, incoming.offer.incarnation)
                 self._notify()
@@ -248,7 +241,7 @@ class VersionStore:
         if slot is None:
             self._changed.wait(_POLL_S)
             return None
-        self.incoming = IncomingVersion(offer, slot, state, DeltaCodec(), self._advanced)
+        self.incoming = IncomingVersion(offer, slot, state, self._advanced)
         return self.incoming
 
     def _abandon(self) -> None:
@@ -270,13 +263,13 @@ class VersionStore:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._find(above) is not None, timeout_s)
             found = None if self._closed else self._find(above)
-            return None if found is None else SlotSource(slots, found, self.differences, lambda: self._closed)
+            return None if found is None else SlotSource(slots, found, lambda: self._closed)
 
     def source_of(self, slots: VersionSlots, version: int) -> SlotSource | None:
         """A complete version by its number; None if it is not stored."""
         with self._changed:
             stored = self.slots.find(version)
-            return None if stored is None else SlotSource(slots, stored, self.differences, lambda: self._closed)
+            return None if stored is None else SlotSource(slots, stored, lambda: self._closed)
 
     def wait_newer(self, version: int, timeout_s: float) -> int | None:
         """The newest complete version; None if it is not above `version` within `timeout_s`."""
@@ -291,7 +284,7 @@ class VersionStore:
 
     def _find(self, above: int) -> IncomingVersion | StoredVersion | None:
         incoming, newest = self.incoming, self.slots.newest_stored()
-        is_arriving = incoming is not None and incoming.state is IncomingState.ARRIVING and not incoming.is_delta
+        is_arriving = incoming is not None and incoming.state is IncomingState.ARRIVING
         if incoming is not None and is_arriving and incoming.offer.version > above:
             return incoming
         return newest if newest is not None and newest.version > above else None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ...relay.weights.slots import Receipt
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+    from ..migration.calibration import GeneratorProfile
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
@@ -48,6 +49,11 @@ class Generator(Protocol):
     """Tokens that the KV cache holds."""
     kv_token_bytes: int
     """Bytes of one token's keys and values."""
+
+    @property
+    def profile(self) -> "GeneratorProfile | None":
+        """Its speed, if that is known; None to measure it before trajectories move."""
+        ...
 
     @property
     def weights(self) -> Weights:

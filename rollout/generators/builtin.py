@@ -26,6 +26,7 @@ class BuiltinGenerator:
 
     can_migrate = True
     can_stream = True
+    profile = None
 
     def __init__(self, fleet: "Fleet", recipe: "Recipe") -> None:
         self._data = recipe.data
@@ -122,7 +123,6 @@ def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, En
         kv_gb=g.kv_gb,
         exact=g.exact,
         prefill_tokens=g.prefill_tokens,
-        prefix_cache=g.prefix_cache,
         attention=g.attention,
         gpu_share=g.gpu_share,
         tokenizer=load_tokenizer(recipe.model.path),

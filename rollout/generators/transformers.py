@@ -40,6 +40,7 @@ class TransformersGenerator:
 
     can_migrate = False
     can_stream = False
+    profile = None
     num_running = 0
     num_recomputed = 0
     num_prefilled = num_found = 0

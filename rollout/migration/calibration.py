@@ -25,17 +25,14 @@ class GeneratorProfile(NamedTuple):
 
 
 class TransferCostModel:
-    """Decides whether keys and values move with a trajectory or are computed again: as set, or by the measured costs."""
+    """Decides whether keys and values move with a trajectory or are computed again, by the measured costs."""
 
-    def __init__(self, transfer: str) -> None:
-        self.transfer = transfer
+    def __init__(self) -> None:
         self._byte_s: dict[bool, float] = {}
         """Seconds per byte, by whether the transfer went through shared memory."""
 
     def should_send_cache(self, is_here: bool, token_bytes: int, prefill_s: float) -> bool:
         """Whether moving a token's keys and values takes less time than computing them. A way not yet measured is tried."""
-        if self.transfer != "auto":
-            return self.transfer == "pages"
         return self._byte_s.get(is_here, 0.0) * token_bytes < prefill_s
 
     def record(self, is_here: bool, num_bytes: int, seconds: float) -> None:

@@ -8,7 +8,6 @@ process dies or a message is repeated.
 """
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,7 +81,7 @@ class Migration:
         self._mailbox = mailbox
         self._generator = generator
         self._leases = leases
-        self._settings = recipe.repack
+        self._is_enabled = recipe.repack.enabled and generator.can_migrate
         self._keeps_groups = recipe.reward.batch == "group"
         self._max_batch = recipe.generator.max_running
         self._trace = trace
@@ -93,28 +92,22 @@ class Migration:
         self.pending: dict[int, PendingMove] = {}
         self._incoming: dict[tuple[str, int], tuple[TransferOffered, Incoming]] = {}
         self._claims: dict[int, tuple[ClaimRows, float]] = {}
-        self._costs = TransferCostModel(recipe.repack.transfer)
+        self._costs = TransferCostModel()
         # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
         self._last_request_id = fleet.incarnation << 32
         self._transfers = transfers or TransfersOfBytes(fleet, self._deadlines.link_s)
 
     def begin(self) -> None:
         """Measure the generator, which is idle and has weights, and take part from now on, if the settings and it allow it."""
-        bound = self._settings.batch_bound
-        if not self._settings.enabled or not self._generator.can_migrate:
+        if not self._is_enabled:
             return
-        if bound is not None and self._settings.transfer != "auto":
-            self.profile = GeneratorProfile(bound, math.inf)  # the rest of the measurement would not be used
-            return
-        self.profile = calibrate(self._generator, self._max_batch, self._trace.clock)
+        self.profile = self._generator.profile or calibrate(self._generator, self._max_batch, self._trace.clock)
         _log.info("%s: %s", self._fleet.name, self.profile)
 
     @property
     def batch_bound(self) -> int:
         """Trajectories beyond which a decode step takes notably longer; 0 without a profile."""
-        if self.profile is None:
-            return 0
-        return min(self._settings.batch_bound or self.profile.batch_bound, self._max_batch)
+        return 0 if self.profile is None else min(self.profile.batch_bound, self._max_batch)
 
     @property
     def kv_used(self) -> int:

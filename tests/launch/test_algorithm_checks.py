@@ -33,7 +33,7 @@ def test_settings_that_exclude_each_other_are_refused(words: list[str], message:
         (["critic.warmup_steps=1"], "critic.warmup_steps"),
         (["critic.lr=1e-6"], "critic.lr, critic.clip_value"),
         (["algorithm.advantage=gae", "critic.warmup_steps=3", "run.steps=3"], "critic.warmup_steps=3"),
-        (["algorithm.importance_sampling=sequence_mask", "algorithm.mismatch_cap=1.01", ROLLOUT], "sampling, algorithm.mismatch_cap: no"),
+        (["algorithm.importance_sampling=sequence_mask", "algorithm.importance_sampling_cap=1.01", ROLLOUT], "sampling, algorithm.importance_sampling_cap: no"),
         (["algorithm.importance_sampling_cap=1.01", ROLLOUT], "algorithm.importance_sampling_cap: no effect"),
         (["algorithm.importance_sampling=token_clip", "algorithm.loss=reinforce"], "token_clip is token_truncate for algorithm.loss"),
         (["algorithm.advantage=rloo", "algorithm.scale_rewards=batch"], "algorithm.scale_rewards has no effect"),

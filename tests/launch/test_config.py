@@ -38,7 +38,7 @@ from headrace.launch.config.run_folder import make_run_folder
         ("run.steps=many", "run.steps=many is not allowed; it takes int >= 1"),
         ("run.steps=null", "run.steps=null is not allowed; it takes int >= 1"),
         ("run.steps=0", "run.steps=0 is not allowed; it takes int >= 1"),
-        ("queue.capacity=x", "queue.capacity=x is not allowed; it takes int >= 1 or null"),
+        ("queue.max_staleness=x", "queue.max_staleness=x is not allowed; it takes int >= 0 or null"),
         ("data.shuffle=maybe", "data.shuffle=maybe is not allowed; it takes true or false"),
         ("run.resume=yes", "run.resume=yes is not allowed; it takes one of auto, never, restart"),
         (
@@ -100,9 +100,9 @@ def test_the_message_for_a_wrong_recipe_file_names_the_file(tmp_path: Path, text
 
 def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text("run: {steps: 7, seed: 8}\noptimizer: {lr: 2e-4}\n")
-    recipe = read_recipe(tmp_path / "recipe.yaml", ["run.seed=9", "queue.capacity=5", "data.path=a=b.jsonl"])
+    recipe = read_recipe(tmp_path / "recipe.yaml", ["run.seed=9", "queue.max_staleness=5", "data.path=a=b.jsonl"])
     assert (recipe.run.steps, recipe.run.seed, recipe.optimizer.lr) == (7, 9, 2e-4)
-    assert (recipe.queue.capacity, recipe.data.path, recipe.run.dir) == (5, "a=b.jsonl", Recipe().run.dir)
+    assert (recipe.queue.max_staleness, recipe.data.path, recipe.run.dir) == (5, "a=b.jsonl", Recipe().run.dir)
 
 
 def test_a_word_for_a_list_of_words_is_a_list_of_one(tmp_path: Path):
@@ -113,14 +113,14 @@ def test_a_word_for_a_list_of_words_is_a_list_of_one(tmp_path: Path):
 
 
 def test_numbers_in_names_stay_text_and_null_unsets():
-    recipe = read_recipe(None, ["run.dir=0012", "queue.capacity=5", "queue.capacity=null"])
-    assert (recipe.run.dir, recipe.queue.capacity) == ("0012", None)
+    recipe = read_recipe(None, ["run.dir=0012", "queue.max_staleness=5", "queue.max_staleness=null"])
+    assert (recipe.run.dir, recipe.queue.max_staleness) == ("0012", None)
 
 
 def test_the_type_of_a_setting_decides_the_meaning_of_a_word(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text(
         "optimizer: {lr: 1e-6, max_grad_norm: .inf}\nrun: {seed: 1_000, dir: on}\n"
-        "queue: {capacity: ~, tasks: [{name: a, needs: [null_ids, 'null', 1e-6]}]}\nsampling: {stop: []}\n"
+        "queue: {max_staleness: ~, tasks: [{name: a, needs: [null_ids, 'null', 1e-6]}]}\nsampling: {stop: []}\n"
     )
     recipe = read_recipe(
         tmp_path / "recipe.yaml", ["data.shuffle=No", "sampling.stop=[x, 7]", "algorithm.clip_dual=1e6"]
@@ -131,7 +131,7 @@ def test_the_type_of_a_setting_decides_the_meaning_of_a_word(tmp_path: Path):
         1e6,
     )
     assert (recipe.run.seed, recipe.run.dir) == (1000, "on")
-    assert (recipe.data.shuffle, recipe.queue.capacity, recipe.sampling.stop) == (False, None, ("x", "7"))
+    assert (recipe.data.shuffle, recipe.queue.max_staleness, recipe.sampling.stop) == (False, None, ("x", "7"))
     assert recipe.queue.tasks[0].needs == ("null_ids", "null", "1e-6")
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import EvalSettings
+from headrace.comm.recipe import DataSettings, EvalSettings
 from headrace.launch.config.evaluation_checks import check_evaluation
 from headrace.launch.config.load import read_recipe
-from headrace.relay.queue.evaluation_prompts import evaluation_names
+from headrace.relay.queue.evaluation_prompts import EvaluationPrompts, evaluation_data, evaluation_names
 
-NEVER = ["checkpoint.every=0", "checkpoint.every_minutes=0"]
+NEVER = ["checkpoint.every=0"]
 
 
 @pytest.fixture
@@ -24,6 +24,17 @@ def test_the_prompts_of_each_file_are_read(prompts: Path):
     ((settings, found),) = check_evaluation(read_recipe(None, [f"eval.path={prompts}"]))
     assert settings.path == str(prompts) and found.prompts == ["1 + 1", "2 + 2"]
     assert not check_evaluation(read_recipe(None, [f"eval.path={prompts}", "eval.every=0"]))
+
+
+@pytest.mark.parametrize(("most", "num"), [(None, 2), (1, 1), (9, 2)])
+def test_the_first_prompts_of_each_file_are_taken(most: int | None, num: int):
+    prompts = EvaluationPrompts({"easy": [b"1", b"2"]}, EvalSettings(max_prompts=most), num_steps=1)
+    assert prompts.num_prompts == {"easy": num}
+
+
+def test_a_data_set_of_an_evaluation_has_a_split_of_its_own():
+    found = evaluation_data(DataSettings(split="train"), EvalSettings(path="owner/name", split="validation"))
+    assert [settings.split for settings in found.values()] == ["validation"]
 
 
 def test_sets_of_a_python_file_are_named_by_what_is_behind_the_colon():

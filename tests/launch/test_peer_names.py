@@ -1,10 +1,12 @@
-"""For a setting of another trainer, the message gives its name here."""
+"""For a setting of another trainer or of an earlier version, the message says what to use here."""
+
+import re
 
 import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.launch.config.load import known_settings, read_recipe
-from headrace.launch.config.peer_names import PEERS
+from headrace.launch.config.peer_names import EARLIER, PEERS
 
 NAMES = [(peer, name, target) for peer, names in PEERS.items() for name, target in names.items()]
 
@@ -15,6 +17,17 @@ def test_the_name_of_another_trainer_is_answered_with_the_one_here(peer: str, na
     with pytest.raises(SettingError) as told:
         read_recipe(None, [f"{name}=1"])
     assert f"; {peer}'s {name} is {target}" in str(told.value)
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_setting_of_an_earlier_version_is_answered_with_what_takes_its_place(name: str):
+    word = name if "." in name else f"{name}.train_us"
+    sections = {known.partition(".")[0] for known in known_settings()}
+    named = re.findall(rf"\b(?:{'|'.join(sections)})\.\w+", EARLIER[name])
+    assert name not in known_settings() and {*named} <= {*known_settings(), "launch.lab"}
+    with pytest.raises(SettingError) as told:
+        read_recipe(None, [f"{word}=1"])
+    assert str(told.value) == f"unknown setting {word!r}; {EARLIER[name]}"
 
 
 @pytest.mark.parametrize(

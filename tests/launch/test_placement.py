@@ -5,25 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import Recipe, RoleSettings
+from headrace.comm.recipe import RoleSettings
 from headrace.launch.config.load import read_recipe
 from headrace.launch.hosts import equal_hosts
 from headrace.launch.placement import (
-    check_staging,
     count_ranks,
     place_joining,
     place_ranks,
     processes_on,
+    staging_gpu,
     visible_devices,
 )
 
 EIGHT = tuple("01234567")
 """The GPUs of a host."""
-
-
-def with_staging(device: str | None, link: str = "auto") -> Recipe:
-    """A recipe whose relays stage weights on this device."""
-    return read_recipe(None, [f"relay.staging_device={device or 'null'}", f"comm.link={link}"])
 
 
 def test_on_one_host_an_actor_is_first_and_the_relay_last():
@@ -64,34 +59,16 @@ def test_every_rank_has_one_role_and_every_process_one_rank(
     assert all((place.slot is None) == (place.role == "relay") for place in places)
 
 
-def test_a_relay_gets_its_staging_device_unless_an_actor_has_it():
-    places = place_ranks(RoleSettings(actor=2, relay=1, rollout=1), equal_hosts(4, 4))
-    relay = next(place for place in places if place.role == "relay")
-    assert visible_devices(relay, EIGHT[:4], "3") == "3"
-    assert visible_devices(relay, EIGHT[:4], "cpu") == visible_devices(relay, EIGHT[:4], None) == ""
-    for allowed in ("2", "3", "cpu", None):
-        check_staging(with_staging(allowed), places, 0, EIGHT[:4])
-    with pytest.raises(SettingError, match=r"relay\.staging_device=1 is the GPU of actor-1"):
-        check_staging(with_staging("1"), places, 0, EIGHT[:4])
-    for wrong in ("4", "gpu"):
-        with pytest.raises(SettingError, match=rf"relay\.staging_device={wrong} is neither cpu nor one of the 4 GPUs"):
-            check_staging(with_staging(wrong), places, 0, EIGHT[:4])
-
-
-@pytest.mark.parametrize("device", ["2", "3"])
-def test_over_nccl_a_staging_device_is_no_worker_s_gpu(device):
-    places = place_ranks(RoleSettings(actor=2, relay=1, rollout=1, reference=1), equal_hosts(5, 5))
-    check_staging(with_staging(device), places, 0, EIGHT)
-    worker = {"2": "rollout-0", "3": "reference-0"}[device]
-    with pytest.raises(SettingError, match=rf"relay\.staging_device={device} is the GPU of {worker}"):
-        check_staging(with_staging(device, "nccl"), places, 0, EIGHT)
-    check_staging(with_staging("4", "nccl"), places, 0, EIGHT)
-
-
-def test_ranks_get_the_gpus_of_the_job_and_staging_is_a_place_among_them():
-    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1), equal_hosts(3, 3))
-    job = ("6", "GPU-1f", "4")
-    assert [visible_devices(place, job, "2") for place in places] == ["6", "GPU-1f", "4"]
+def test_over_nccl_the_relays_have_the_first_gpu_without_a_worker():
+    recipe = read_recipe(None, ["comm.link=nccl"])
+    places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1, task=1), equal_hosts(4, 4))
+    gpus = ("6", "GPU-1f", "4", "5")
+    staging = staging_gpu(recipe, places, 0, gpus)
+    assert [visible_devices(place, gpus, staging) for place in places] == ["6", "GPU-1f", "", "4"]
+    assert staging_gpu(read_recipe(None, []), places, 0, gpus) == ""
+    assert staging_gpu(recipe, [place for place in places if place.role != "relay"], 0, gpus[:2]) == ""
+    with pytest.raises(SettingError, match="comm.link: nccl needs a GPU of host 0 for its relays, .* all 2"):
+        staging_gpu(recipe, places, 0, gpus[:2])
 
 
 def test_a_rank_counts_the_ranks_on_its_gpu():

@@ -21,7 +21,7 @@ class Desk:
     def __init__(self) -> None:
         self.mailboxes = MemoryMailboxes()
         self.hub = self.mailboxes.open("hub")
-        pacing = RolloutPacing.of(SCHEDULES["headrace"], None, prompts_per_step=4, num_rollouts=1)
+        pacing = RolloutPacing.of(SCHEDULES["headrace"], prompts_per_step=4, num_rollouts=1)
         self.leases = HeldLeases(self.mailboxes.open("rollout-0"), 1, samples_per_prompt=2, pacing=pacing)
 
     def request(self, version: int) -> LeaseRequest:

@@ -1,5 +1,6 @@
 """Trajectories move between rollouts: the results do not change, and each row ends exactly once, even if a rollout dies."""
 
+import math
 import os
 import random
 from collections.abc import Callable
@@ -134,14 +135,12 @@ def test_measuring_leaves_the_generator_as_it_was_and_stops_where_the_cache_ends
 
 
 def test_the_cache_moves_while_that_costs_less_than_computing_it():
-    costs = TransferCostModel("auto")
+    costs = TransferCostModel()
     assert costs.should_send_cache(True, 1000, prefill_s=1e-6)
     costs.record(True, num_bytes=10**6, seconds=1.0)
     assert not costs.should_send_cache(True, 1000, prefill_s=1e-3)
     assert costs.should_send_cache(True, 1000, prefill_s=3e-3)
     assert costs.should_send_cache(False, 1000, prefill_s=1e-3)
-    assert TransferCostModel("pages").should_send_cache(True, 1000, 0.0)
-    assert not TransferCostModel("prefill").should_send_cache(True, 0, 1.0)
 
 
 # --------------------------------------------------------------------------------------------- rollouts and a hub
@@ -168,11 +167,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[R
 
 
 @pytest.mark.parametrize("hosts", [("here", "here"), ("here", "there")], ids=["shared memory", "link"])
-@pytest.mark.parametrize("transfer", ["pages", "prefill"])
+@pytest.mark.parametrize("prefill_s", [math.inf, 0.0], ids=["pages", "prefill"])
 def test_moved_trajectories_end_as_if_they_had_stayed(
-    stage: Stage, undisturbed: dict[RowId, float], hosts: tuple[str, ...], transfer: str
+    stage: Stage, undisturbed: dict[RowId, float], hosts: tuple[str, ...], prefill_s: float
 ):
-    play = stage(hosts=hosts, transfer=transfer)
+    play = stage(hosts=hosts, prefill_s=prefill_s)
     source, target = play.rollouts
     play.lease(source)
     play.step(10)
@@ -182,7 +181,7 @@ def test_moved_trajectories_end_as_if_they_had_stayed(
     assert play.finish() == undisturbed
     (ended,) = play.ended
     assert ended.num_rows == SAMPLES and not ended.refusal and play.hub.state.num_moved == SAMPLES
-    assert (ended.num_bytes > 10_000) == (transfer == "pages")
+    assert (ended.num_bytes > 10_000) == (prefill_s > 0)
     play.close()
     (move,) = [span for span in Timeline.read(play.path.parent).spans[source.name] if span.state == "move"]
     assert (move.facts["to"], move.facts["rows"]) == (target.name, SAMPLES)
@@ -283,7 +282,7 @@ def test_the_destinations_claim_wins_over_a_source_that_takes_back_too_early(
 def test_random_moves_end_every_row_once_with_unchanged_tokens(stage: Stage):
     outcomes = []
     for has_moves in (False, True):
-        play = stage(str(has_moves), hosts=("here", "here", "there"), transfer="auto", deadlines=FAST_LINK)
+        play = stage(str(has_moves), hosts=("here", "here", "there"), prefill_s=1e-4, deadlines=FAST_LINK)
         draw = random.Random(7)
         for rollout in play.rollouts:
             play.lease(rollout, num_groups=2)

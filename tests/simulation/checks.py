@@ -132,9 +132,8 @@ class Checks:
         assert self.run.hub is not None
         window = self.run.hub.leases.admission.lead(state) / self.run.recipe.batch.prompts_per_step
         settings, schedule = self.run.recipe.queue, schedule_of(self.run.recipe)
-        if settings.on_stale != "evict":  # groups that are evicted and generated again are under way too
-            self.widest = max(self.widest, window)
-            assert window <= WIDEST_STEPS, f"{window:.1f} steps of groups are under way at step {event.step}"
+        self.widest = max(self.widest, window)
+        assert window <= WIDEST_STEPS, f"{window:.1f} steps of groups are under way at step {event.step}"
         bound = settings.max_staleness if schedule.staleness is None else schedule.staleness
         for row_id in rows:
             row = state.groups[row_id.group].rows[row_id.sample]

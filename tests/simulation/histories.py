@@ -20,7 +20,7 @@ T = TypeVar("T")
 BASE: dict[str, object] = EMULATED | {
     "lab.median_tokens": 60, "sampling.max_new_tokens": 200, "generator.max_running": 8,
     "run.save_rows": "recovery", "comm.expiry_s": 3, "comm.deadline_s": 60, "repack.period_s": 1,
-    "repack.batch_bound": 8,
+    "lab.batch_bound": 8,
 }  # fmt: skip
 SECONDS = (0.5, 1.0, 2.0, 5.0, 8.0)
 STEP_S = 0.8
@@ -105,8 +105,7 @@ def settings_of(choose: Chooser) -> dict[str, Any]:
     if references := choose.pick((0, 0, 0, 0, 0, 2)):
         settings |= {"roles.reference": references, "algorithm.kl_coef": 0.1}
     if schedule == "headrace":
-        bound = settings["queue.max_staleness"] = choose.pick(("null", 1, 2, 4))
-        settings["queue.on_stale"] = choose.pick(("wait", "evict")) if bound != "null" else "wait"
+        settings["queue.max_staleness"] = choose.pick(("null", 1, 2, 4))
         settings["rollout.max_age"] = choose.pick(("null", "null", 2))
     return settings
 

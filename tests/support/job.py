@@ -23,9 +23,7 @@ LONG_TAILS: dict[str, Any] = {
     "sampling__max_new_tokens": 60,
     "sampling__temperature": 1.2,
     "repack__period_s": 0.05,
-    "repack__batch_bound": 8,
-    "repack__slowdown": 1e9,
-    "queue__capacity": 4,
+    "queue__lead": 4,
 }
 """Settings with which trajectories move often."""
 

@@ -1,5 +1,6 @@
 """A hub, a storage unit and rollouts with real engines in one process; the test steps them, and rollouts die when it says."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ SAMPLES, STREAM_TOKENS = 3, 8
 SETTINGS = (
     f"batch.samples_per_prompt={SAMPLES}",
     "batch.prompts_per_step=8",
-    "queue.capacity=8",
+    "queue.lead=8",
     "roles.rollout=3",
     f"rollout.stream_tokens={STREAM_TOKENS}",
     "repack.period_s=1e6",
@@ -63,6 +64,7 @@ class EngineGenerator(Engine):
 
     can_migrate = True
     can_stream = True
+    profile = None
     num_prefilled = num_found = 0
 
     def __init__(self, path: Path, **settings: float) -> None:
@@ -115,14 +117,16 @@ class ManualRollout(Rollout):
 
     generator: EngineGenerator
 
-    def __init__(self, fleet: MemoryFleet, recipe: Recipe, policy: Path, deadlines: MoveDeadlines) -> None:
+    def __init__(
+        self, fleet: MemoryFleet, recipe: Recipe, policy: Path, deadlines: MoveDeadlines, prefill_s: float
+    ) -> None:
         super().__init__(fleet, recipe, EngineGenerator(policy), TokenSums(), deadlines)
         self.fleet = fleet
         self.max_running = 0
         self._params = self._evaluation_params = replace(
             PARAMS, pause_at_stop=recipe.environment.is_set, stop=recipe.sampling.stop
         )
-        self.migration.profile = GeneratorProfile(16, 1e-4)
+        self.migration.profile = GeneratorProfile(16, prefill_s)
         self.loses: set[type] = set()
 
     @property
@@ -137,14 +141,17 @@ class ManualRollout(Rollout):
 
 
 class Play:
-    """A hub, a storage unit and up to three rollouts; the test steps the hub and the rollouts."""
+    """A hub, a storage unit and up to three rollouts; the test steps the hub and the rollouts.
+
+    prefill_s: the seconds of a prefilled token that the rollouts have measured; with `inf` pages move, with 0 they never do.
+    """
 
     def __init__(
         self,
         folder: Path,
         policy: Path,
         hosts: tuple[str, ...] = ("here",) * 3,
-        transfer: str = "pages",
+        prefill_s: float = math.inf,
         deadlines: MoveDeadlines = PATIENT,
         settings: tuple[str, ...] = (),
         evaluation: EvaluationPrompts | None = None,
@@ -153,7 +160,7 @@ class Play:
         data = folder / "data.jsonl"
         data.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(9)))
         self.network = MemoryNetwork()
-        recipe = read_recipe(None, [f"run.dir={folder}", f"repack.transfer={transfer}", *SETTINGS, *settings])
+        recipe = read_recipe(None, [f"run.dir={folder}", *SETTINGS, *settings])
         pool = PromptPool(JsonLines(data), shuffle=False, seed=0)
         admission = Admission(recipe.batch, recipe.queue, num_steps=10)
         journal, self.path = Journal(folder / "journal.jsonl"), folder / "journal.jsonl"
@@ -167,7 +174,7 @@ class Play:
         self.unit = relay.host_rows()
         relay.announce(unit=self.unit.address)
         fleets = [MemoryFleet.join_network(self.network, "rollout", i, host=host) for i, host in enumerate(hosts)]
-        self.rollouts = [ManualRollout(fleet, recipe, policy, deadlines) for fleet in fleets]
+        self.rollouts = [ManualRollout(fleet, recipe, policy, deadlines, prefill_s) for fleet in fleets]
         self.alive = list(self.rollouts)
         self.ended: list[MigrateResult] = []
         self.orders = 0

@@ -519,7 +519,7 @@ class World(RuleBasedStateMachine):
 class Evicting(World):
     """The same, where groups that are too stale or lost a row leave the queue, even while their rows are held or read."""
 
-    queue = QueueSettings(filter_zero_std=True, max_staleness=1, on_stale="evict", on_failed="drop")
+    queue = QueueSettings(filter_zero_std=True, max_staleness=1)
 
 
 @pytest.mark.parametrize("world", [World, Evicting])

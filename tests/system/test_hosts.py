@@ -249,7 +249,7 @@ def test_a_sharded_rollout_and_a_reference_work_on_a_host_without_a_relay(hosts_
 
 @pytest.mark.slow
 def test_trajectories_move_with_their_pages_to_another_host(hosts_job):
-    job = hosts_job(2, run__steps=100_000, repack__transfer="pages", **LONG_TAILS).start()
+    job = hosts_job(2, run__steps=100_000, **LONG_TAILS).start()
     here, there = {"rollout-0"}, {"rollout-1", "rollout-2"}
 
     def has_crossed() -> bool:

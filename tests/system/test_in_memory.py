@@ -67,11 +67,6 @@ def test_generator_and_trainer_agree_bit_for_bit_in_exact_mode(tmp_path: Path):
         assert json.loads(line)["mismatch/logprob_abs_diff"] == 0
 
 
-def test_a_rollout_with_a_quota_drains_and_continues(tmp_path: Path):
-    summary = System(tmp_path, **{"rollout.batch_groups": 1}).start_all(num_rollouts=1).wait()
-    assert summary["accounting"]["trained"] == 12
-
-
 def test_every_pull_is_in_the_journal_with_the_digest_that_was_published(tmp_path: Path):
     system = System(tmp_path).start_all()
     system.wait()

@@ -60,7 +60,7 @@ def check_evaluations(system: System) -> dict[int, dict[str, float]]:
 )
 def test_each_evaluation_is_of_one_version_under_every_schedule(tmp_path: Path, schedule: str, max_age: int | None):
     own = {} if max_age is None else {"rollout.max_age": max_age}
-    system = evaluated_system(tmp_path, **{"run.schedule": schedule, "rollout.batch_groups": 1}, **own)
+    system = evaluated_system(tmp_path, **{"run.schedule": schedule}, **own)
     summary = system.start_all().wait()
     assert summary["accounting"]["holds"] and summary["accounting"]["leased"] == summary["accounting"]["trained"] == 20
     results = check_evaluations(system)

@@ -1,6 +1,7 @@
 """Whole runs that train an adapter: the versions that travel, the log-probs, the exports, under each schedule."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from support.policies import plain_logprobs, random_prompts
 from support.system import System
 from transformers import AutoModelForCausalLM
 
+from headrace.relay.hub import repacking
 from headrace.relay.journal.events import Published
 from headrace.relay.weights.checkpoint_source import CheckpointSource
 from headrace.relay.weights.layout import Layout
 from headrace.rollout.generators import builtin
+from headrace.rollout.generators.builtin import BuiltinGenerator
+from headrace.rollout.migration.calibration import GeneratorProfile
 from headrace.trainer.policy.adapter_files import merged_weight, read_adapter
 from headrace.trainer.policy.lora import adapter_shapes, target_layers
 from headrace.trainer.policy.model import load_policy
@@ -23,7 +27,14 @@ from headrace.trainer.step_log import StepReplay
 
 REWARD = "def reward(completion_ids, **rest):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 LORA = {"lora.rank": 4, "optimizer.lr": 0.02, "run.steps": 4, "batch.prompts_per_step": 4, "roles.rollout": 2}
-LONG = {"sampling.max_new_tokens": 60, "repack.period_s": 0.05, "repack.batch_bound": 8, "repack.slowdown": 1e9}
+LONG = {"sampling.max_new_tokens": 60, "repack.period_s": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts have measured that eight trajectories are decoded together, and that pages are worth sending."""
+    monkeypatch.setattr(BuiltinGenerator, "profile", GeneratorProfile(8, math.inf))
+    monkeypatch.setattr(repacking, "SLOWDOWN", math.inf)  # decode steps of a busy machine say little
 
 
 def trained(

@@ -1,6 +1,7 @@
 """The whole system in one process while trajectories move between its rollouts, by the hub's orders and at random."""
 
 import json
+import math
 import random
 import threading
 import time
@@ -17,8 +18,11 @@ from support.system import TURNS, System
 from headrace.comm.messages import HeldRows, Interrupted, Message, Stop
 from headrace.comm.messages.migration import MigrateOrder, TransferOffered
 from headrace.relay.hub import loop as hub_loop
+from headrace.relay.hub import repacking
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import account_dict, read_events, replay
+from headrace.rollout.generators.builtin import BuiltinGenerator
+from headrace.rollout.migration.calibration import GeneratorProfile
 
 LONG = {
     "run.steps": 4,
@@ -28,10 +32,15 @@ LONG = {
     "sampling.max_new_tokens": 60,
     "sampling.temperature": 1.2,
     "repack.period_s": 0.05,
-    "repack.batch_bound": 8,
-    "repack.slowdown": 1e9,  # decode steps of a busy machine say little
-    "queue.capacity": 4,
+    "queue.lead": 4,
 }
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts have measured that eight trajectories are decoded together, and that pages are worth sending."""
+    monkeypatch.setattr(BuiltinGenerator, "profile", GeneratorProfile(8, math.inf))
+    monkeypatch.setattr(repacking, "SLOWDOWN", math.inf)  # decode steps of a busy machine say little
 
 
 class RandomMoves:
@@ -98,7 +107,6 @@ def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path, has_turns
                 "rollout.max_age": max_age,
                 "batch.prompts_per_step": 1,
                 "run.steps": 8,
-                "rollout.batch_groups": 2,
             }
         elif has_moves:
             words |= {"lora.rank": 4}  # without effect, since the learning rate is 0
@@ -128,7 +136,7 @@ def reward(prompts, completions):
 
 def test_a_reward_that_compares_within_a_group_gets_it_whole_while_its_samples_move(tmp_path: Path):
     (tmp_path / "groups.py").write_text(WHOLE)
-    settings = {"reward.path": f"{tmp_path / 'groups.py'}:reward", "reward.batch": "group", "queue.capacity": 8}
+    settings = {"reward.path": f"{tmp_path / 'groups.py'}:reward", "reward.batch": "group", "queue.lead": 8}
     system = System(tmp_path, **LONG | settings | {"batch.samples_per_prompt": 4}).start_all(num_rollouts=3)
     random_moves = RandomMoves(system)
     summary = system.wait()

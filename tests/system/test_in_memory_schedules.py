@@ -76,7 +76,7 @@ def test_partial_switches_midway_and_records_which_version_drew_each_token(tmp_p
 def test_headrace_with_an_age_switches_only_beyond_it_and_each_token_is_exactly_of_its_version(tmp_path: Path):
     changes = {
         "rollout.max_age": 1, "run.steps": 12, "sampling.max_new_tokens": 160, "batch.prompts_per_step": 1,
-        "rollout.batch_groups": 8, "queue.lead": 16, "generator.exact": True,
+        "queue.lead": 16, "generator.exact": True,
     }  # fmt: skip
     system, summary = trained(tmp_path, "headrace", **changes)
     assert summary["accounting"]["holds"] and summary["accounting"]["trained"] == 24

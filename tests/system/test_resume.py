@@ -140,11 +140,15 @@ def test_a_run_ends_with_a_checkpoint_that_the_journal_has_before_its_end(tmp_pa
     assert choose_point(system.recipe)[:2] == (2, 2)
 
 
-def test_a_checkpoint_is_written_when_its_time_has_come_and_its_step_is_over(tmp_path: Path):
-    settings = {"checkpoint.every_minutes": 1e-9, "checkpoint.keep": 9, "run.steps": 3}
+@pytest.mark.parametrize(("every", "steps"), [("null", [1, 2, 3]), (2, [2, 3]), (0, [3])])
+def test_a_checkpoint_is_written_every_half_hour_or_every_so_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: object, steps: list[int]
+):
+    monkeypatch.setattr(trainer_loop, "CHECKPOINT_PERIOD_S", 0.0)
+    settings = {"checkpoint.every": every, "checkpoint.keep": 9, "run.steps": 3}
     system = System(tmp_path, **settings).start_all()
     assert system.wait()["status"] == "finished"
-    assert [event.step for event in system.events() if isinstance(event, Checkpointed)] == [1, 2, 3]
+    assert [event.step for event in system.events() if isinstance(event, Checkpointed)] == steps
 
 
 def test_the_time_left_is_told_from_the_steps_that_are_done():

@@ -91,11 +91,11 @@ def test_a_resumed_run_continues_bit_for_bit(policy_dir: Path, tmp_path: Path, r
 def test_a_resumed_run_has_the_optimizers_settings_of_its_own_recipe(policy_dir: Path, tmp_path: Path):
     before = actor_of(policy_dir)
     train(before, 1)
-    changed = OptimizerSettings(lr=1e-3, weight_decay=0.5, beta2=0.5, eps=1e-3)
+    changed = OptimizerSettings(lr=1e-3, weight_decay=0.5, beta1=0.8, beta2=0.5, eps=1e-3)
     actor = Actor(Recipe(model=ModelSettings(path=str(policy_dir)), optimizer=changed), ALONE)
     load_state(actor.state, save(before, tmp_path), is_alone=True)
     found = [(group["weight_decay"], group["betas"], group["eps"]) for group in actor.updater.optimizer.param_groups]
-    assert found == [(0.5, (0.9, 0.5), 1e-3), (0.0, (0.9, 0.5), 1e-3)]
+    assert found == [(0.5, (0.8, 0.5), 1e-3), (0.0, (0.8, 0.5), 1e-3)]
 
 
 def save(actor: Actor, folder: Path) -> Path:

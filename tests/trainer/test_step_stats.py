@@ -52,7 +52,7 @@ def stats_of(version: int, shift: float, num_tokens: int = 3, **settings: Any) -
     batch = pack([trajectory], VERSION, torch.device("cpu"))
     logprobs = batch.rollout_logprobs + shift
     entropy = torch.full_like(logprobs, 0.5)
-    algorithm = AlgorithmSettings(clip_high=0.05, mismatch_cap=1.05, **settings)
+    algorithm = AlgorithmSettings(clip_high=0.05, importance_sampling_cap=1.05, **settings)
     terms = policy_loss(logprobs, entropy, batch, Recipe(algorithm=algorithm))
     stats.add_batch(batch, logprobs, terms)
     return stats
@@ -109,8 +109,8 @@ def test_clipped_tokens_are_counted():
 def test_bounded_weights_of_fresh_and_of_stale_tokens_are_counted_apart():
     fresh, stale = (stats_of(version, shift=0.2).metrics(VERSION) for version in (VERSION, VERSION - 1))
     assert fresh["mismatch/limited_frac"] == 1 and "staleness/limited_frac" not in fresh
-    assert stale["staleness/limited_frac"] == 0 and "mismatch/limited_frac" not in stale
-    assert stats_of(VERSION - 1, shift=0.8).metrics(VERSION)["staleness/limited_frac"] == 1
+    assert stale["staleness/limited_frac"] == 1 and "mismatch/limited_frac" not in stale
+    assert stats_of(VERSION - 1, shift=0.01).metrics(VERSION)["staleness/limited_frac"] == 0
     assert stale["staleness/kl"] == pytest.approx(math.exp(0.2) - 1.2, rel=1e-3)
 
 

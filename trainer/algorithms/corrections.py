@@ -55,24 +55,21 @@ def importance_weights(
     Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). Clipped: the same, and for the loss `clip` 0 where
     the policy has `left_trust_region`; the other losses have no such region of a token. Masked: w within [1 / cap, cap], else 0 (IcePop,
     arXiv 2510.18855, formula 3; its bounds are .5 and 5). By `sequence` w is the product over the response's tokens with loss (verl's
-    and TRL's modes of these names). Tokens of the version in training have the bounds of engine mismatch, the others those of
-    staleness; a response is stale if any token of it is.
+    and TRL's modes of these names).
     """
-    is_stale = batch.staleness > 0
+    cap = settings.importance_sampling_cap
     if settings.importance_sampling.startswith("sequence"):
         has_loss = batch.mask > 0
         sums = sequence_sums(torch.where(has_loss, log_weights, 0.0), batch.response_lengths)
         log_weights = spread(log_ratio(sums, torch.zeros_like(sums)), batch.response_lengths)
-        stale_tokens = sequence_sums((is_stale & has_loss).to(sums.dtype), batch.response_lengths)
-        is_stale = spread(stale_tokens > 0, batch.response_lengths)
     weight = log_weights.exp()
-    cap = torch.full_like(weight, settings.mismatch_cap).masked_fill(is_stale, settings.importance_sampling_cap)
-    is_above, is_dropped = weight > cap, torch.zeros_like(is_stale)
+    is_above = weight > cap
+    is_dropped = torch.zeros_like(is_above)
     if settings.importance_sampling.endswith("mask"):
         is_dropped = is_above | (weight < 1 / cap)
     elif settings.importance_sampling == "token_clip" and settings.loss == "clip":
-        is_dropped = is_stale & left_trust_region(weight, batch, settings, updates_per_version)
-    return torch.minimum(weight, cap).masked_fill(is_dropped, 0.0), is_above | is_dropped
+        is_dropped = (batch.staleness > 0) & left_trust_region(weight, batch, settings, updates_per_version)
+    return weight.clamp(max=cap).masked_fill(is_dropped, 0.0), is_above | is_dropped
 
 
 def left_trust_region(

@@ -16,6 +16,7 @@ from ....relay.weights.reader import WeightReader
 from ....relay.weights.slots import Receipt
 from ....rollout.engine.sampling import SamplingParams
 from ....rollout.engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+from ....rollout.migration.calibration import GeneratorProfile
 from ..settings import lab_of
 from .device import EmulatedDevice, EmulatedSequence, response_length
 from .transfer import EmulatedTransfer, dummy_weights
@@ -90,6 +91,7 @@ class EmulatedGenerator:
         reader = reader or WeightReader(fleet, layout, recipe.comm)
         self.weights = EmulatedWeights(reader, layout, self.clock, self.transfer.chain_s)
         self.device = EmulatedDevice(e, recipe.generator.max_running)
+        self.profile = None if e.batch_bound is None else GeneratorProfile(e.batch_bound, math.inf)
         self.context = 1 << 30
         self.kv_capacity = e.kv_tokens
         self.kv_token_bytes = e.kv_token_bytes

@@ -44,8 +44,6 @@ _SETTINGS = {
     "checkpoint.every": 4,
     "checkpoint.keep": 2,
     "repack.period_s": 0.02,
-    "repack.batch_bound": 32,
-    "repack.slowdown": 1e9,
     "comm.interface": "127.0.0.1",
 }
 

@@ -71,7 +71,7 @@ def test_more_buffers_than_one_call_takes_are_written_in_order(arena):
 
 
 def test_a_full_arena_names_the_setting(arena):
-    with pytest.raises(StorageFull, match=r"queue\.capacity"):
+    with pytest.raises(StorageFull, match=r"queue\.lead"):
         arena.reserve(1 << 30)
 
 

@@ -324,7 +324,7 @@ def test_a_full_unit_names_the_setting_and_keeps_serving():
     for through_memory in (True, False):
         client = StorageClient(unit.address, through_memory=through_memory)
         client.put("fits", row(1, 40_000))
-        with pytest.raises(StorageFull, match=r"queue\.capacity"):
+        with pytest.raises(StorageFull, match=r"queue\.lead"):
             client.put_many({"one": row(2, 1000), "too much": row(2, 40_000)})
         assert list(client.listing()) == ["fits"]
         client.drop(["fits"])

@@ -145,17 +145,17 @@ def test_devices_that_cannot_be_divided_are_refused_before_any_run(
 
 def test_tuned_knobs_are_those_of_the_recipes_own_devices_and_a_knob_that_is_given_wins(tmp_path: Path):
     recipe = str(tmp_path / "devices.yaml")
-    save_tuned(recipe, key_of(64, 0), "headrace", Knobs(7, max_running=192, capacity=512))
+    save_tuned(recipe, key_of(64, 0), "headrace", Knobs(7, max_running=192, lead=512))
 
     def knobs(*overrides: str, name: str = "headrace") -> Knobs:
         (variant,) = variants(recipe, [name], 64, 4, overrides=overrides)
         return variant.knobs
 
-    assert knobs("run.steps=9") == Knobs(7, max_running=192, capacity=512)
+    assert knobs("run.steps=9") == Knobs(7, max_running=192, lead=512)
     for other in ("lab.gpus_per_rollout=16", "batch.samples_per_prompt=4", "sampling.max_new_tokens=9"):
         assert knobs(other) == Knobs(8)
-    assert knobs("generator.max_running=96") == Knobs(7, capacity=512)
-    assert knobs("roles.rollout=9", "queue.capacity=8") == Knobs(9, max_running=192)
+    assert knobs("generator.max_running=96") == Knobs(7, lead=512)
+    assert knobs("roles.rollout=9", "queue.lead=8") == Knobs(9, max_running=192)
     assert knobs("roles.rollout=9", name="sync-colocated") == Knobs(16), "all GPUs generate"
 
 

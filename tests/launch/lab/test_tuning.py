@@ -10,7 +10,7 @@ from headrace.launch.lab.tuning import Knobs, climb, key_of, ladders, read_tuned
 def speed_of(knobs: Knobs) -> float:
     """Highest at 9 rollouts, 192 trajectories and a queue of two batches."""
     running = {None: 0, 384: 1, 256: 2, 192: 5, 128: 3}
-    return running.get(knobs.max_running, 0) + (knobs.capacity == 512) - abs(knobs.rollouts - 9)
+    return running.get(knobs.max_running, 0) + (knobs.lead == 512) - abs(knobs.rollouts - 9)
 
 
 def test_a_climb_finds_the_best_of_knobs_that_depend_on_each_other():
@@ -44,19 +44,18 @@ def test_an_entrant_is_tuned_in_the_knobs_that_it_has():
     assert names == {
         "sync-colocated": ["max_running"],
         "stream_sync": ["rollouts", "max_running"],
-        "headrace": ["rollouts", "max_running", "capacity", "quota"],
+        "headrace": ["rollouts", "max_running", "lead"],
     }
     found = ladders("headrace", start, 4, 10)
     assert found["rollouts"] == [1, 2, 3], "both sides of the split have devices"
-    assert found["max_running"] == (None, 384, 256, 192, 160, 128, 96) and found["quota"] == (None, 5, 10, 20)
+    assert found["max_running"] == (None, 384, 256, 192, 160, 128, 96)
 
 
 def test_a_climb_that_begins_beside_the_ladders_finds_the_best_of_them():
-    start = Knobs(rollouts=9, max_running=160, quota=40)
+    start = Knobs(rollouts=9, max_running=160, lead=300)
     found = ladders("headrace", start, 16, 256)
-    assert found["quota"] == (None, 29, 40, 58, 116), "a quota that was saved for another split"
-    assert found["capacity"] == (None, 2048, 1024, 512)
-    assert climb(start, found, speed_of, budget=60) == Knobs(9, max_running=192, quota=40)
+    assert found["lead"] == (None, 2048, 1024, 512, 300), "a length that was saved for another batch"
+    assert climb(start, found, speed_of, budget=60) == Knobs(9, max_running=192, lead=512)
 
 
 def test_the_chosen_knobs_of_each_entrant_are_kept_beside_the_recipe(tmp_path: Path):

@@ -161,7 +161,7 @@ def test_long_trajectories_move_to_another_rollout(tmp_path: Path):
     tails = {
         "lab__p99_over_median": 30,
         "repack__period_s": 1,
-        "repack__batch_bound": 64,
+        "lab__batch_bound": 64,
     }
     run_of(tmp_path, roles__rollout=4, batch__prompts_per_step=16, **tails)
     moved = [event for _, event in read_events(tmp_path / "journal.jsonl") if isinstance(event, Moved)]

@@ -180,32 +180,15 @@ def test_columns_that_a_consumer_adds_to_a_row_outside_the_queue_are_dropped(sce
     assert (record.dropped, record.consumed, record.is_balanced) == (1, 0, True)
 
 
-def test_with_on_stale_evict_a_step_leaves_its_straggler_out_and_counts_it(scene: MakeScene):
-    s = scene(max_staleness=0, on_stale="evict", per_step=1, capacity=2)
-    slow, fast = s.lease(), s.lease("rollout-1")
-    s.finish(fast, "rollout-1")
-    (batch,) = train(s)
-    assert batch.groups[0].group == fast.leases[0].group
-    s.say("actor-0", StepTrained(0))
-    assert s.hub.state.account.evicted == 2 and s.hub.state.is_balanced
-    s.heard("relay-0")
-    s.finish(slow)
-    assert len(s.heard("relay-0")) == 2, "a result that comes too late is fenced off"
-    assert s.hub.state.is_balanced
-
-
-@pytest.mark.parametrize(("on_failed", "evicted"), [("keep", 0), ("drop", 1)])
-def test_a_failed_row_leaves_its_group_alone_or_evicts_it_as_on_failed_says(
-    scene: MakeScene, on_failed: str, evicted: int
-):
-    s = scene(on_failed=on_failed)
+def test_a_failed_row_leaves_the_others_of_its_group_alone(scene: MakeScene):
+    s = scene()
     (lease,) = (grant := s.lease()).leases
     rows = [lease.group.row(sample) for sample in range(2)]
     s.say("rollout-0", RowDone(rows[0], 1, grant.version, ["relay-0#1"], 5, 1.0))
     s.say("rollout-0", RowDone(rows[1], 1, grant.version, [], 0, None, failure="no reward"))
     account = s.hub.state.account
-    assert (account.failed, account.evicted, s.hub.state.is_balanced) == (1, evicted, True)
-    assert len(train(s)) == 1 - evicted
+    assert (account.failed, account.evicted, s.hub.state.is_balanced) == (1, 0, True)
+    assert len(train(s)) == 1
 
 
 def test_a_users_sampler_chooses_among_the_complete_groups(scene: MakeScene, tmp_path: Path):

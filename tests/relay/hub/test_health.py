@@ -8,7 +8,7 @@ import pytest
 from support.hub_scene import Scene
 from support.in_memory import MemoryFleet
 
-from headrace.comm.messages import LoadReport, RequestRows, RowDone, RowsNotFound, StepTrained
+from headrace.comm.messages import LoadReport, RequestRows, RowDone, RowsNotFound
 from headrace.comm.messages.run import DrainRequested
 from headrace.relay.hub import health
 from headrace.relay.hub.health import FIRST_ALARM_S, PATIENCE_S
@@ -97,17 +97,6 @@ def test_a_run_whose_trajectories_all_fail_ends_with_the_first_reason(make: Make
     assert "128 trajectories failed (OSError: the judge is down)" in run.failure
 
 
-def test_a_run_that_discards_each_group_with_a_failed_member_ends(make: MakeRun):
-    run = make(on_failed="drop")
-    run.ask()
-    for _ in range(64):
-        run.num_requests += 1
-        (lease,) = run.lease(request=run.num_requests).leases
-        run.say("rollout-0", RowDone(lease.group.row(0), lease.attempt, 0, ["relay-0#1"], 5, 1.0))
-        run.say("rollout-0", RowDone(lease.group.row(1), lease.attempt, 0, [], 5, None, failure="ValueError"))
-    assert "64 trajectories failed (ValueError), 64 were discarded" in run.failure
-
-
 def test_one_group_that_can_be_trained_begins_the_count_again(make: MakeRun):
     run = make(filter_zero_std=True)
     run.ask()
@@ -125,15 +114,6 @@ def test_a_trainer_that_is_not_ready_yet_does_not_end_a_run_that_filters(make: M
     run.generate(1, reward=float)
     run.generate(200)
     assert not run.failure, "a group waits for it"
-
-
-def test_many_groups_that_are_too_old_at_once_do_not_end_a_run_that_trains(make: MakeRun):
-    run = make(samples=1, per_step=16, lead=100, on_stale="evict", max_staleness=0, max_lost_batches=1)
-    run.generate(100)
-    run.ask()
-    run.say("actor-0", StepTrained(0, 1))
-    assert run.hub.state.losses.evicted == 84
-    assert not run.failure, "the step that was trained has made them old"
 
 
 def test_filtered_groups_of_one_sample_end_the_run(make: MakeRun):

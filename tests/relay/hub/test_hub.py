@@ -82,13 +82,13 @@ def test_a_repeated_grant_lacks_the_rows_that_have_come_back_as_another_attempt(
 
 
 def test_a_grant_of_large_rows_fits_into_a_message(scene: MakeScene):
-    s = scene(capacity=5, prompt="p" * (MAX_ROW_BYTES - 100))
+    s = scene(lead=5, prompt="p" * (MAX_ROW_BYTES - 100))
     leased = [s.lease(request=number, num_groups=5) for number in range(1, 6)]
     assert [len(grant.leases) for grant in leased] == [1] * 5
 
 
-def test_a_request_beyond_the_capacity_waits_until_there_is_room(scene: MakeScene):
-    s = scene(capacity=1)
+def test_a_request_beyond_the_length_of_the_queue_waits_until_there_is_room(scene: MakeScene):
+    s = scene(lead=1)
     grant = s.lease()
     s.say("rollout-1", LeaseRequest(1, 0, 1))
     assert s.heard("rollout-1") == []
@@ -98,7 +98,7 @@ def test_a_request_beyond_the_capacity_waits_until_there_is_room(scene: MakeScen
 
 
 def test_rollouts_that_ask_together_share_the_room_in_the_queue(scene: MakeScene):
-    s = scene(capacity=5)
+    s = scene(lead=5)
     s.hub.context.is_leasing = False
     for name in ("rollout-0", "rollout-1"):
         s.say(name, LeaseRequest(1, 0, 5))
@@ -108,7 +108,7 @@ def test_rollouts_that_ask_together_share_the_room_in_the_queue(scene: MakeScene
     assert [len(grant.leases) for grant in grants if isinstance(grant, LeaseGrant)] == [3, 2]
 
 
-@pytest.mark.parametrize(("queue", "told"), [({"capacity": 8}, 8), ({"lead": 8}, 8), ({"lead": 99}, 66), ({}, 66)])
+@pytest.mark.parametrize(("queue", "told"), [({"lead": 8}, 8), ({"lead": 99}, 66), ({}, 66)])
 def test_a_grant_has_the_window_as_far_as_the_queue_has_room_for_it(scene: MakeScene, queue: dict[str, int], told: int):
     s = scene(**queue)
     assert s.lease(request=1).window == 0, "no step is measured yet"
@@ -117,7 +117,7 @@ def test_a_grant_has_the_window_as_far_as_the_queue_has_room_for_it(scene: MakeS
 
 
 def test_rows_that_came_back_are_leased_again_though_the_queue_is_full(scene: MakeScene):
-    s = scene(capacity=2)
+    s = scene(lead=2)
     s.lease(num_groups=2)
     s.hub.on_process_death("rollout-0", "dead")
     assert len(s.lease("rollout-1", num_groups=2).leases) == 2
@@ -438,7 +438,7 @@ def test_leases_of_a_dead_process_whose_request_came_late_return_when_the_next_i
 
 
 def test_a_request_of_an_earlier_incarnation_is_ignored(scene: MakeScene):
-    s = scene(capacity=1)
+    s = scene(lead=1)
     s.lease("rollout-1")
     s.say("rollout-0", request(2))
     s.say("rollout-0", request(1))
@@ -560,7 +560,7 @@ def test_each_epoch_leases_every_prompt_once_in_a_seeded_order(tmp_path: Path):
 def test_failed_trajectories_are_counted_on_the_console_by_their_reason(
     scene: MakeScene, capsys: pytest.CaptureFixture[str]
 ):
-    s = scene(capacity=8)
+    s = scene(lead=8)
     rows = [(lease, sample) for lease in s.lease(num_groups=5).leases for sample in lease.samples]
     for lease, sample in rows:
         s.say("rollout-0", RowDone(lease.group.row(sample), lease.attempt, 0, [], 5, None, failure="it returned nan"))
@@ -592,7 +592,7 @@ def test_a_drained_rollout_finishes_its_rows_gets_no_more_and_is_stopped(scene: 
 
 
 def test_a_rollout_that_waits_for_work_is_stopped_as_soon_as_it_is_drained(scene: MakeScene):
-    s = scene(capacity=1)
+    s = scene(lead=1)
     s.lease("rollout-1")
     s.say("rollout-0", LeaseRequest(1, 0, 1))
     s.say("ctl-1", DrainRequested("rollout-0"))

@@ -63,7 +63,7 @@ MakeRules = Callable[..., Rules]
 
 
 def test_a_new_group_is_chosen_where_the_grant_may_have_one_and_the_queue_has_room(make: MakeRules):
-    rules = make(capacity=1)
+    rules = make(lead=1)
     assert rules.choose(0, 0) == Choice(0, None, {})
     assert rules.choose(0, 0, may_be_new=False) is None
     rules.lease()
@@ -71,7 +71,7 @@ def test_a_new_group_is_chosen_where_the_grant_may_have_one_and_the_queue_has_ro
 
 
 def test_what_came_back_goes_before_new_groups_and_needs_no_room(make: MakeRules):
-    rules = make(capacity=1)
+    rules = make(lead=1)
     (group,) = rules.come_back(False)
     choice = rules.choose(0, 0, may_be_new=False)
     assert choice == Choice(0, rules.hub.state.groups[group], {})
@@ -88,7 +88,7 @@ def test_a_begun_group_is_for_a_rollout_of_its_version_or_one_that_may_go_back(m
 
 
 def test_on_an_older_version_only_groups_that_it_began_are_chosen(make: MakeRules):
-    rules = make(capacity=9)
+    rules = make(lead=9)
     (begun,) = rules.come_back(True)
     choice = rules.choose(1, 0)
     assert choice is not None and choice.group == rules.hub.state.groups[begun]

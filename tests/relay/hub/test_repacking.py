@@ -1,5 +1,6 @@
 """The hub's part in repacking: when it plans, which moves it orders, and which rollout has a moved trajectory."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,10 +81,10 @@ def test_it_orders_the_lesser_load_to_the_greater_once_both_wind_down(tail: Tail
 
 
 def test_rollouts_are_packed_once_the_cache_slows_their_steps_by_the_bound_at_most(tmp_path: Path):
-    tail = Tail(tmp_path, repack=RepackSettings(slowdown=0.5))
+    tail = Tail(tmp_path)
     for used, moves in ((70, []), (60, []), (50, [MigrateOrder(1, 0, "rollout-1")])):
         for rollout in ("rollout-0", "rollout-1"):
-            tail.say(rollout, load(used, kv_fixed=200))
+            tail.say(rollout, load(used, kv_fixed=50))
         tail.now += PERIOD_S
         tail.hub.advance()
         assert [message for rollout in ("rollout-0", "rollout-1") for message in tail.heard(rollout)] == moves
@@ -195,6 +196,15 @@ def test_rows_that_source_and_destination_hold_when_the_run_ends_count_once(tail
     summary = Shutdown(tail.hub, hub, PATIENCE_S).run(RunEnd("interrupted"))
     assert (summary["accounting"]["in_flight"], summary["accounting"]["holds"]) == (2, True)
     assert summary["moved"] == 2 * is_claimed
+
+
+@pytest.mark.parametrize(("status", "waited_s"), [("interrupted", 0.5), ("failed", 0.0)])
+def test_the_trainer_of_an_interrupted_run_has_time_for_its_last_checkpoint(tail: Tail, status: str, waited_s: float):
+    hub = MemoryFleet.join_network(tail.network, "hub")
+    MemoryFleet.join_network(tail.network, "actor")
+    started = time.monotonic()
+    Shutdown(tail.hub, hub, deadline_s=0.01, grace_s=0.5).run(RunEnd(status))
+    assert waited_s <= time.monotonic() - started < waited_s + 0.4
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,10 +12,12 @@ from headrace.relay.journal.journal import Journal, cut_after, read_events, repl
 from headrace.relay.journal.state import HubState, apply
 
 
-def begun(number: int = 0, version: int = 0, samples: int = 2, **num_prompts: int) -> ev.EvaluationBegun:
+def begun(
+    number: int = 0, version: int = 0, samples: int = 2, threshold: float = 1.0, **num_prompts: int
+) -> ev.EvaluationBegun:
     prompts = num_prompts or {"a": 2}
     return ev.EvaluationBegun(
-        number=number, version=version, due=version, num_prompts=prompts, samples=samples, threshold=1.0
+        number=number, version=version, due=version, num_prompts=prompts, samples=samples, threshold=threshold
     )
 
 
@@ -83,6 +85,15 @@ def test_the_metrics_of_each_file_equal_a_hand_calculation():
             "eval/hard/missing": 1,
         }
     )
+
+
+def test_a_sample_succeeds_with_the_least_reward_of_a_success():
+    scores = {
+        sample(0, sample=number): ev.Evaluated(row=sample(0, sample=number), reward=reward)
+        for number, reward in enumerate((0.5, 0.25))
+    }
+    rates = {t: evaluation_metrics(begun(threshold=t, a=1), scores)["eval/a/pass@1"] for t in (0.25, 0.5, 0.75)}
+    assert rates == {0.25: 1.0, 0.5: 0.5, 0.75: 0.0}
 
 
 def test_samples_of_an_evaluation_are_not_in_the_account_of_the_rows_of_training():

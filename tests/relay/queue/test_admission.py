@@ -23,22 +23,25 @@ class SmallRun:
         bound: int | None,
         per_step: int,
         steps: int = 8,
-        capacity: int | None = None,
         lead: Literal["auto"] | int = "auto",
         sampler: Sampler | None = None,
         micro_tokens: int = 0,
         samples: int = 1,
-        on_stale: Literal["wait", "evict"] = "wait",
     ) -> None:
         self.admission = Admission(
             BatchSettings(prompts_per_step=per_step, samples_per_prompt=samples),
-            QueueSettings(capacity=capacity, max_staleness=bound, lead=lead, on_stale=on_stale),
+            QueueSettings(max_staleness=bound, lead=lead),
             steps,
             sampler=sampler,
             micro_tokens=micro_tokens,
         )
         self.state = HubState()
         apply(ev.Opened(epoch=1, samples_per_prompt=samples), self.state)
+
+    def widen(self, num_groups: int) -> None:
+        """Let the window be of so many groups."""
+        self.state.window.in_generation = num_groups
+        self.state.window.margin = 0.0
 
     def lease(self, version: int) -> bool:
         if not self.admission.may_lease(self.state, version):
@@ -95,19 +98,9 @@ def test_a_bound_of_zero_admits_one_batch_per_version():
     assert [run.lease(0) for _ in range(4)] == [True, True, True, False]
 
 
-def test_without_a_bound_the_capacity_limits_leases():
-    run = SmallRun(bound=None, per_step=2, capacity=4)
-    assert [run.lease(0) for _ in range(5)] == [True, True, True, True, False]
-
-
 def test_a_fixed_lead_is_the_length_of_the_queue():
     run = SmallRun(bound=None, per_step=2, lead=3)
     assert [run.lease(0) for _ in range(4)] == [True, True, True, False]
-
-
-def test_a_capacity_limits_a_longer_lead():
-    run = SmallRun(bound=None, per_step=2, lead=8, capacity=1)
-    assert [run.lease(0) for _ in range(2)] == [True, False]
 
 
 def test_before_the_window_is_known_a_step_of_groups_is_leased():
@@ -131,9 +124,10 @@ def test_a_queue_that_a_sampler_chooses_from_has_a_step_at_least():
 
 
 def test_new_groups_wait_for_the_version_of_the_last_step_while_the_trainer_has_work():
-    run = SmallRun(bound=None, per_step=1, capacity=4)
+    run = SmallRun(bound=None, per_step=1)
     apply(ev.Published(version=0, digest="", relay="relay-0"), run.state)
     run.train_whole_step()
+    run.widen(4)
     assert run.lease(0)
     run.finish(run.unfinished()[0])
     assert not run.lease(0)
@@ -142,8 +136,9 @@ def test_new_groups_wait_for_the_version_of_the_last_step_while_the_trainer_has_
 
 
 def test_new_groups_do_not_wait_for_a_version_that_takes_longer_than_the_trainer_has_work():
-    run = SmallRun(bound=None, per_step=1, capacity=4)
+    run = SmallRun(bound=None, per_step=1)
     run.train_whole_step()
+    run.widen(4)
     assert run.lease(0)
     run.finish(run.unfinished()[0])
     window = run.state.window
@@ -152,8 +147,9 @@ def test_new_groups_do_not_wait_for_a_version_that_takes_longer_than_the_trainer
 
 
 def test_a_step_that_lacks_groups_does_not_wait_for_a_version():
-    run = SmallRun(bound=None, per_step=2, capacity=4)
+    run = SmallRun(bound=None, per_step=2)
     run.train_whole_step()
+    run.widen(4)
     assert run.lease(0)
     run.finish(run.unfinished()[0])
     (group,) = run.admission.select_groups(run.state)
@@ -185,11 +181,8 @@ def test_no_more_groups_are_leased_than_the_last_steps_need():
     assert run.train_if_ready() and not run.lease(0)
 
 
-@pytest.mark.parametrize("on_stale", ["wait", "evict"])
-def test_the_rest_of_a_group_is_leased_only_while_its_ready_rows_are_within_the_bound(
-    on_stale: Literal["wait", "evict"],
-):
-    run = SmallRun(bound=1, per_step=1, samples=2, on_stale=on_stale)
+def test_the_rest_of_a_group_is_leased_only_while_its_ready_rows_are_within_the_bound():
+    run = SmallRun(bound=1, per_step=1, samples=2)
     group, state = GroupId(0, 0), run.state
     apply(ev.Leased(group=group, samples=[0, 1], attempt=1, version=0, holder="r"), state)
     run.finish(group)
@@ -197,14 +190,6 @@ def test_the_rest_of_a_group_is_leased_only_while_its_ready_rows_are_within_the_
     for step, is_within in ((1, True), (2, False)):
         state.step = state.version = step
         assert run.admission.may_lease(state, step, state.groups[group]) is is_within
-
-
-def test_groups_are_evicted_once_they_are_older_than_the_bound_and_no_others():
-    run = SmallRun(bound=1, per_step=2, capacity=4, on_stale="evict")
-    for version in (0, 1, 2):
-        run.state.step = run.state.version = version
-        assert run.lease(version)
-    assert [group.version for group in run.admission.stale(run.state)] == [0]
 
 
 def test_a_step_waits_for_an_unfinished_group_that_is_due():
@@ -263,7 +248,7 @@ def test_the_bound_holds_for_any_order_of_finishing_and_a_sampler(
 def test_a_lease_is_admitted_exactly_if_all_groups_in_turn_meet_their_deadlines(
     bound: int, per_step: int, num_handed: int, versions: list[int], new: int
 ):
-    run = SmallRun(bound=bound, per_step=per_step, capacity=100, steps=100)
+    run = SmallRun(bound=bound, per_step=per_step, lead=100, steps=100)
     state, step = run.state, 4
     state.step = state.version = step
     for number, version in enumerate([step] * min(num_handed, per_step) + versions):

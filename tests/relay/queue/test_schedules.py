@@ -141,15 +141,11 @@ def test_every_schedule_of_the_recipe_has_its_rules():
 
 
 def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
-    cycle = RolloutPacing.of(SCHEDULES["one_step"], batch_groups=None, prompts_per_step=10, num_rollouts=4)
+    cycle = RolloutPacing.of(SCHEDULES["one_step"], prompts_per_step=10, num_rollouts=4)
     assert cycle.share == 3 and cycle.free_slots(max_running=1, num_held=1) > 10**6
-    assert (
-        RolloutPacing.of(SCHEDULES["headrace"], 5, 10, 4).share,
-        RolloutPacing.of(SCHEDULES["headrace"], None, 10, 4).share,
-    ) == (5, 3)
-    assert [RolloutPacing.of(SCHEDULES["headrace"], given, 10, 4).share_of(window=50) for given in (5, None)] == [5, 13]
-    assert RolloutPacing.of(SCHEDULES["stream"], None, 10, 4).share_of(window=50) == 3
-    assert RolloutPacing.of(SCHEDULES["partial"], None, 10, 4).share_of(window=50) == math.inf
+    assert RolloutPacing.of(SCHEDULES["headrace"], 10, 4).share == 3
+    shares = {name: RolloutPacing.of(SCHEDULES[name], 10, 4).share_of(window=50) for name in SCHEDULES}
+    assert shares == {"sync": 3, "stream_sync": 3, "one_step": 3, "stream": 3, "partial": math.inf, "headrace": 13}
 
 
 @pytest.mark.parametrize(
@@ -174,17 +170,10 @@ def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
         check_recipe(recipe)
 
 
-@pytest.mark.parametrize("schedule", ["sync", "stream_sync", "one_step", "stream"])
-def test_a_share_is_refused_with_a_schedule_that_gives_equal_ones(schedule: str):
-    assert RolloutPacing.of(SCHEDULES[schedule], 5, 10, 4).share == 3
-    with pytest.raises(SettingError, match=rf"rollout\.batch_groups: run\.schedule={schedule} gives"):
-        check_combinations(read_recipe(None, [f"run.schedule={schedule}", "rollout.batch_groups=5"]))
-
-
-@pytest.mark.parametrize(("schedule", "setting"), [("one_step", "queue.capacity"), ("sync", "queue.lead")])
-def test_a_queue_without_room_for_the_batch_that_a_schedule_waits_for_is_refused(schedule: str, setting: str):
+@pytest.mark.parametrize("schedule", ["one_step", "sync"])
+def test_a_queue_without_room_for_the_batch_that_a_schedule_waits_for_is_refused(schedule: str):
     words = [f"run.schedule={schedule}", "batch.prompts_per_step=4"]
-    with pytest.raises(SettingError, match=rf"{setting}: run\.schedule={schedule} needs room .*=4, not 3"):
-        check_combinations(read_recipe(None, [*words, f"{setting}=3"]))
-    check_combinations(read_recipe(None, [*words, f"{setting}=4"]))
-    check_combinations(read_recipe(None, ["run.schedule=stream", "batch.prompts_per_step=4", f"{setting}=3"]))
+    with pytest.raises(SettingError, match=rf"queue\.lead: run\.schedule={schedule} needs room .*=4, not 3"):
+        check_combinations(read_recipe(None, [*words, "queue.lead=3"]))
+    check_combinations(read_recipe(None, [*words, "queue.lead=4"]))
+    check_combinations(read_recipe(None, ["run.schedule=stream", "batch.prompts_per_step=4", "queue.lead=3"]))

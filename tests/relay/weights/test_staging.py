@@ -11,13 +11,11 @@ from support.system import System
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.fleet import Fleet
-from headrace.comm.links.opening import staging_of
-from headrace.comm.recipe import CommSettings, RelaySettings
+from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store import StoreServer
 from headrace.comm.waits import waiting
-from headrace.launch.config.checks import check_recipe
-from headrace.launch.config.load import read_recipe
+from headrace.relay import loop
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.push import LinkPush, open_push
@@ -28,7 +26,7 @@ from headrace.relay.weights.server import WeightServer
 def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():
     hosted, settings = StoreServer("127.0.0.1"), CommSettings(heartbeat_s=0.05, deadline_s=60)
     segment = Segment.create_anonymous()
-    info = {"segment": segment.path, "staging": staging_of(RelaySettings(staging_device="cpu"))}
+    info = {"segment": segment.path, "staging": "staged"}
     fleets = [
         Fleet.join(hosted.address, role, 0, b"s", info if role == "relay" else {}, settings)
         for role in ("relay", "actor", "rollout")
@@ -57,8 +55,9 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
         transport.link.receive(np.zeros(100_000, np.uint8), 0.2)
 
 
-def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path):
-    system = System(tmp_path, **{"relay.staging_device": "cpu"}).start_all()
+def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loop, "staging_of", lambda settings: "staged")  # buckets in host memory, over Gloo
+    system = System(tmp_path).start_all()
     summary = system.wait()
     assert summary["status"] == "finished" and summary["accounting"]["holds"] is True
 
@@ -68,10 +67,5 @@ def test_an_actor_without_a_gpu_cannot_push_to_one():
     network, settings = MemoryNetwork(), CommSettings(heartbeat_s=0.02)
     relay = MemoryFleet.join_network(network, "relay", 0, {"segment": "", "staging": "nccl"}, settings)
     actor = MemoryFleet.join_network(network, "actor", 0, {}, settings)
-    with pytest.raises(SettingError, match=r"relay\.staging_device: the actor has no GPU"):
+    with pytest.raises(SettingError, match=r"comm\.link: nccl needs a GPU at both ends"):
         open_push(relay.me, actor, actor.open_mailbox("actor-0/weights"), settings)
-
-
-def test_nccl_links_without_a_gpu_for_the_relays_are_refused_by_name():
-    with pytest.raises(SettingError, match=r"comm\.link: nccl needs .* relay\.staging_device"):
-        check_recipe(read_recipe(None, ["comm.link=nccl"]))

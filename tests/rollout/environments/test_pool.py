@@ -27,6 +27,8 @@ class Counter:
             await asyncio.sleep(1000)
         if completion == "block":
             time.sleep(1000)
+        if completion == "process":
+            return str(os.getpid()), 0.0, True
         if completion == "die":
             os._exit(3)
         if completion == "environment":
@@ -118,8 +120,9 @@ def pool(tmp_path: Path):
     file.write_text(ENVIRONMENT)
     pools: list[EnvironmentPool] = []
 
-    def make(name: str = "Counter", timeout_s: float = 60.0) -> EnvironmentPool:
-        pools.append(EnvironmentPool(EnvironmentSettings(path=f"{file}:{name}", timeout_s=timeout_s)).start())
+    def make(name: str = "Counter", timeout_s: float = 60.0, workers: int = 1) -> EnvironmentPool:
+        settings = EnvironmentSettings(path=f"{file}:{name}", timeout_s=timeout_s, workers=workers)
+        pools.append(EnvironmentPool(settings).start())
         return pools[-1]
 
     yield make
@@ -163,6 +166,12 @@ def test_hundreds_of_environments_wait_at_the_same_time_in_one_process(pool: Mak
     done = ask(counter, *[["wait"]] * 300)
     assert all(call.step.observation == "wait" for call in done)
     assert time.monotonic() - started < 0.5 * 300 * 0.3, "they waited one after the other"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_environments_are_shared_by_the_workers(pool: MakePool, workers: int):
+    done = ask(pool(workers=workers), *[["process"]] * 6)
+    assert len({call.step.observation for call in done}) == workers
 
 
 @pytest.mark.parametrize("kind", ["Counter", "Threaded"])

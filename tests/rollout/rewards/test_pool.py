@@ -481,3 +481,24 @@ def test_samples_that_are_submitted_together_come_in_one_call_even_after_a_failu
         time.sleep(0.005)
     by_group = {number: {item.reward for item in done if item.key == number} for number in range(3)}
     assert by_group[0] == {None} and all(reward and reward % 3 == 0 for n in (1, 2) for reward in by_group[n])
+
+
+def test_a_worker_takes_a_call_while_another_one_is_busy(pool: Callable[..., RewardPool], tmp_path: Path):
+    source = f"""import os, time
+from pathlib import Path
+
+def reward(prompts, completions, name, **columns):
+    Path({str(tmp_path)!r}, name[0]).touch()
+    while not Path({str(tmp_path)!r}, "second").exists():
+        time.sleep(0.01)
+    return [float(os.getpid())] * len(prompts)
+"""
+    both = pool(source, workers=2)
+    done: list[ScoreRequest] = []
+    for name in ("first", "second"):
+        both.submit(ScoreRequest(name, {"prompt": "p", "name": name}, "text", [1, 2]))
+        wait_for((tmp_path / name).exists, lambda: True, lambda: "no call began", patience_s=60)
+    wait_for(
+        lambda: done.extend(both.finished()) or len(done) == 2, lambda: True, lambda: "a call hangs", patience_s=60
+    )
+    assert len({request.reward for request in done}) == 2, "each call was made in a process of its own"

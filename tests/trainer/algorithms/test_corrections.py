@@ -22,7 +22,7 @@ NEW = PROXIMAL + RNG.normal(0, 0.2, SIZE)
 ADVANTAGES = RNG.normal(0, 1, len(LENGTHS))
 MASK = np.array([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1], float)
 STALENESS = np.array([2, 2, 2, 1, 0, 0, 3, 3, 1, 0, 0, 0, 0, 0])
-LOW, HIGH, CAP, MISMATCH_CAP = 0.1, 0.15, 1.4, 1.2
+LOW, HIGH, CAP = 0.1, 0.15, 1.4
 PROXIMALS = ("version", "rollout")
 CLIP = AlgorithmSettings(importance_sampling="token_clip")
 BOUNDS = ("token_clip", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -43,7 +43,6 @@ def settings(proximal: str, bound: str) -> AlgorithmSettings:
         clip_low=LOW,
         clip_high=HIGH,
         importance_sampling_cap=CAP,
-        mismatch_cap=MISMATCH_CAP,
     )
 
 
@@ -56,14 +55,12 @@ def formula(new: np.ndarray, frozen: np.ndarray, proximal: str, bound: str, is_u
         for t, own in log_weights.items():
             by_sequence = bound.startswith("sequence")
             weight = np.exp(sum(log_weights.values()) if by_sequence else own)
-            is_stale = any(STALENESS[u] > 0 for u in log_weights) if by_sequence else STALENESS[t] > 0
-            cap = CAP if is_stale else MISMATCH_CAP
-            is_kept = 1 / cap <= weight <= cap
-            if bound == "token_clip" and is_stale:
+            is_kept = 1 / CAP <= weight <= CAP
+            if bound == "token_clip" and STALENESS[t] > 0:
                 lowest, highest = (1 - LOW) ** (STALENESS[t] + 1), (1 + HIGH) ** (STALENESS[t] + 1)
                 is_kept = weight <= highest if advantage > 0 else weight >= lowest
                 weight = weight * is_kept
-            weight = weight * is_kept if bound.endswith("mask") else min(weight, cap)
+            weight = weight * is_kept if bound.endswith("mask") else min(weight, CAP)
             ratio = np.exp(new[t] - old[t - begin])
             clipped = np.clip(ratio, 1 - LOW, 1 + HIGH)
             total += -weight * min(ratio * advantage, clipped * advantage)
@@ -111,13 +108,6 @@ def test_with_one_update_for_each_version_the_ratio_in_the_clip_is_exactly_one()
     found = correct(logprobs, batch(is_updated=False), settings("version", "token_truncate"))
     assert torch.equal((logprobs - found.old_logprobs).exp(), torch.ones(SIZE, dtype=torch.float64))
     assert not any(each.requires_grad for each in found)
-
-
-def test_mismatch_and_staleness_have_bounds_of_their_own():
-    logprobs = torch.tensor(BEHAVIOUR + np.log(1.3))
-    found = correct(logprobs, batch(is_updated=False), settings("version", "token_truncate"))
-    assert found.weight.tolist() == pytest.approx(np.where(STALENESS > 0, 1.3, MISMATCH_CAP).tolist())
-    assert found.is_limited.tolist() == (STALENESS == 0).tolist()
 
 
 def test_weights_of_numbers_far_apart_are_finite_and_bounded():

@@ -1,17 +1,10 @@
-"""`relay` and `comm`: links and deadlines."""
+"""`comm`: addresses, deadlines and links of the processes."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from .fields import MAX_SECONDS
-
-
-class RelaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`relay.*`: the processes that hold weights and experience."""
-
-    staging_device: str | None = None
-    """GPU on a relay's host (not an actor's) for weights over NCCL; `cpu` is over Gloo; null is host memory."""
 
 
 class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +21,4 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tls: bool = False
     """Encrypt connections and messages between processes (extra `tls`); keys are made for each start of the run."""
     link: Literal["auto", "shm", "tcp", "nccl"] = "auto"
-    """Transport of the weights; `auto` is shared memory on one host and tcp between hosts."""
-    delta: bool = False
-    """Send only the difference from the last version over links. This pays off on slow links."""
+    """Transport of the weights; `auto` is shared memory on one host and tcp between hosts; `nccl` needs a GPU for the relays of each host."""
