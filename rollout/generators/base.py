@@ -5,7 +5,7 @@ generator is imported when it is chosen, so that an emulated rollout loads no li
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...comm.plugins import adapter_class
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ...relay.weights.slots import Receipt
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
-    from ..migration.calibration import GeneratorProfile
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
@@ -36,6 +35,13 @@ class Weights(Protocol):
         ...
 
 
+class GeneratorProfile(NamedTuple):
+    """`batch_bound` is in trajectories, `prefill_s` in seconds per token."""
+
+    batch_bound: int
+    prefill_s: float
+
+
 class Generator(Protocol):
     """One replica of a generator with its weights; used by one thread."""
 
@@ -51,7 +57,7 @@ class Generator(Protocol):
     """Bytes of one token's keys and values."""
 
     @property
-    def profile(self) -> "GeneratorProfile | None":
+    def profile(self) -> GeneratorProfile | None:
         """Its speed, if that is known; None to measure it before trajectories move."""
         ...
 

@@ -1,10 +1,11 @@
 """Measures a generator at the start: its prefill, and the batch up to which decoding costs nearly as little as a small one."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ...comm.clock import REAL_TIME, Clock
 from ..engine.sampling import SamplingParams
+from ..generators.base import GeneratorProfile
 
 if TYPE_CHECKING:
     from ..generators.base import Generator
@@ -15,13 +16,6 @@ PATIENCE_S = 1.0
 """Seconds after which the measurement tries no larger batch."""
 STEPS = 3
 PROMPT_TOKENS = 16
-
-
-class GeneratorProfile(NamedTuple):
-    """`batch_bound` is in trajectories, `prefill_s` in seconds per token."""
-
-    batch_bound: int
-    prefill_s: float
 
 
 class TransferCostModel:

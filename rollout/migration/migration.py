@@ -26,8 +26,9 @@ from ...comm.messages.migration import (
 )
 from ...comm.recipe import Recipe
 from ...comm.trace import Trace, failpoint
+from ..generators.base import GeneratorProfile
 from ..leases import HeldLeases, LeasedRow
-from .calibration import GeneratorProfile, TransferCostModel, calibrate
+from .calibration import TransferCostModel, calibrate
 from .codec import MovedRow
 from .transport import Incoming, Outgoing, Transfers, TransfersOfBytes
 

@@ -26,9 +26,8 @@ from headrace.relay.weights.slots import Receipt, VersionNotAvailable
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.chat_template import text_tokens
 from headrace.rollout.environments.base import Episode, Messages
-from headrace.rollout.generators.base import Weights
+from headrace.rollout.generators.base import GeneratorProfile, Weights
 from headrace.rollout.loop import Rollout
-from headrace.rollout.migration.calibration import GeneratorProfile
 from headrace.rollout.migration.migration import MoveDeadlines
 from headrace.rollout.rewards.calls import ScoreRequest
 

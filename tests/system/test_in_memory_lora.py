@@ -17,8 +17,8 @@ from headrace.relay.journal.events import Published
 from headrace.relay.weights.checkpoint_source import CheckpointSource
 from headrace.relay.weights.layout import Layout
 from headrace.rollout.generators import builtin
+from headrace.rollout.generators.base import GeneratorProfile
 from headrace.rollout.generators.builtin import BuiltinGenerator
-from headrace.rollout.migration.calibration import GeneratorProfile
 from headrace.trainer.policy.adapter_files import merged_weight, read_adapter
 from headrace.trainer.policy.lora import adapter_shapes, target_layers
 from headrace.trainer.policy.model import load_policy

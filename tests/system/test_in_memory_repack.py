@@ -21,8 +21,8 @@ from headrace.relay.hub import loop as hub_loop
 from headrace.relay.hub import repacking
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import account_dict, read_events, replay
+from headrace.rollout.generators.base import GeneratorProfile
 from headrace.rollout.generators.builtin import BuiltinGenerator
-from headrace.rollout.migration.calibration import GeneratorProfile
 
 LONG = {
     "run.steps": 4,

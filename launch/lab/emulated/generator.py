@@ -16,7 +16,7 @@ from ....relay.weights.reader import WeightReader
 from ....relay.weights.slots import Receipt
 from ....rollout.engine.sampling import SamplingParams
 from ....rollout.engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
-from ....rollout.migration.calibration import GeneratorProfile
+from ....rollout.generators.base import GeneratorProfile
 from ..settings import lab_of
 from .device import EmulatedDevice, EmulatedSequence, response_length
 from .transfer import EmulatedTransfer, dummy_weights
