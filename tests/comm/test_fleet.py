@@ -164,8 +164,9 @@ def test_a_member_whose_counter_stands_still_past_the_expiry_counts_as_dead():
 
 @pytest.mark.parametrize(("heartbeat_s", "is_frequent"), [(0.02, True), (60.0, False)])
 def test_a_member_beats_in_each_period(monkeypatch, heartbeat_s, is_frequent):
-    beats, publish = [], Fleet._publish_beat
-    monkeypatch.setattr(Fleet, "_publish_beat", lambda fleet, store: (publish(fleet, store), beats.append(store)))
+    beats = []
+    publish = StoreFleet._publish_beat
+    monkeypatch.setattr(StoreFleet, "_publish_beat", lambda fleet, store: (publish(fleet, store), beats.append(store)))
     hosted = StoreServer("127.0.0.1")
     settings = CommSettings(heartbeat_s=heartbeat_s, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
     fleet = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
@@ -175,7 +176,6 @@ def test_a_member_beats_in_each_period(monkeypatch, heartbeat_s, is_frequent):
         time.sleep(0.5)
         assert len(beats) <= 1
     fleet.leave()
-    hosted.close()
 
 
 MEMBER = """
