@@ -61,7 +61,8 @@ class Cores:
     def _share(self, role: str) -> int:
         if self.is_small:
             return 1
-        num_ranks, num_trainers = sum(self.ranks.values()), self.ranks.get("actor", 0)
+        num_ranks = sum(self.ranks.values())
+        num_trainers = self.ranks.get("actor", 0)
         if self.has_gpus:
             share = self.number // num_ranks
             return share if role == "actor" and self.updates_on_host else min(GPU_THREADS, share)
@@ -80,7 +81,9 @@ class Cores:
 
 def cores_of(recipe: Recipe, roles: Sequence[str], *, has_gpus: bool) -> Cores:
     """The cores of this host, whose ranks have these roles."""
-    schedule, trainer, rollout = schedule_of(recipe), recipe.trainer.threads, recipe.rollout.threads
+    schedule = schedule_of(recipe)
+    trainer = recipe.trainer.threads
+    rollout = recipe.rollout.threads
     staleness = recipe.queue.max_staleness if schedule.staleness is None else schedule.staleness
     return Cores(
         usable_cores(),

@@ -73,7 +73,8 @@ def place_ranks(roles: RoleSettings, hosts: Sequence[int], tp: int = 1) -> list[
     The first of the `tp` ranks of a replica is its `rollout`, the others are its `shard`s; all are on one host.
     """
     check_replicas(roles, tp)
-    num_hosts, world_size = len(hosts), sum(hosts)
+    num_hosts = len(hosts)
+    world_size = sum(hosts)
     wanted = count_ranks(roles, num_hosts)
     if wanted != world_size:
         raise SettingError(

@@ -22,7 +22,8 @@ from .processes.child import print_message
 from .recipes import addition, calculator, smollm2, smollm2_task, sort_digits
 
 RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
-CALCULATOR, SMOLLM2 = RECIPE.with_name("calculator.yaml"), RECIPE.with_name("smollm2.yaml")
+CALCULATOR = RECIPE.with_name("calculator.yaml")
+SMOLLM2 = RECIPE.with_name("smollm2.yaml")
 NAMED = {"calculator": CALCULATOR, "smollm2": SMOLLM2}
 NUM_ROWS = 4096
 OPENINGS = (

@@ -19,7 +19,9 @@ from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after
 from .config.load import CONFIG_FILE, read_recipe
 from .report.summary import read_summary
 
-JOURNAL, METRICS, ROWS = "journal.jsonl", "metrics.jsonl", "rows"
+JOURNAL = "journal.jsonl"
+METRICS = "metrics.jsonl"
+ROWS = "rows"
 _OF_ONE_RUN = (JOURNAL, METRICS, EVALUATIONS_FILE, ROWS, "checkpoints", "queue", "tensorboard", "start_adapter")
 """The files that a run starting at step 1 does not take over from a run before it."""
 _START = ("model.path", "lora.rank", "lora.targets", "lora.alpha", "lora.path")
@@ -73,7 +75,8 @@ def choose_point(recipe: Recipe) -> ResumePoint:
     to be trained again from `rows/`.
     """
     run_dir = Path(recipe.run.dir)
-    folder, known = CheckpointFolder(run_dir), steps_in(run_dir / JOURNAL)
+    folder = CheckpointFolder(run_dir)
+    known = steps_in(run_dir / JOURNAL)
     found = {*folder.whole(), *folder.incomplete()}
     checkpoint, problems = _newest_checkpoint(folder, found, known)
     if not known.num_trained:
@@ -138,7 +141,8 @@ def _told(
     """The lines of a run that continues."""
     for reason in problems:
         yield f"run.resume=auto: {reason}; it is passed over"
-    first, last = (checkpoint or 0) + 1, known.num_trained
+    first = (checkpoint or 0) + 1
+    last = known.num_trained
     path = CheckpointFolder(Path(recipe.run.dir)).path(checkpoint or 0)
     start = "; it has no checkpoint that can be used" if checkpoint is None else f", from {path}"
     again = f"; {_steps(first, step)} trained again from {ROWS}/" if step >= first else ""
@@ -173,7 +177,9 @@ def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
     from ..trainer.step_log import saved_steps
 
     number = _free_number(run_dir)
-    folder, journal, metrics = CheckpointFolder(run_dir), run_dir / JOURNAL, run_dir / METRICS
+    folder = CheckpointFolder(run_dir)
+    journal = run_dir / JOURNAL
+    metrics = run_dir / METRICS
     if Journal.is_in_use(journal):
         raise SettingError(f"run.dir: {journal} is in use by another process; end that run, or set another run.dir")
     # Of the steps that are given up; the trainer cuts them off.
@@ -220,7 +226,8 @@ def _has_lines(path: Path) -> bool:
 
 def _set_aside(run_dir: Path, names: Iterable[str]) -> list[str]:
     """Give the files and folders with these names other ones; returns those."""
-    number, aside = _free_number(run_dir), list[str]()
+    number = _free_number(run_dir)
+    aside = list[str]()
     for path in (run_dir / name for name in names):
         if path.exists():
             aside.append(path.rename(_discarded(path, number)).name)

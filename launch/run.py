@@ -51,7 +51,9 @@ class Arguments:
     def parse(cls, words: Sequence[str]) -> "Arguments":
         """Sort the words; raises `SettingError` for an option that does not exist."""
         options: dict[str, str] = {}
-        flags, others, join = set[str](), list[str](), ""
+        flags = set[str]()
+        others = list[str]()
+        join = ""
         rest = iter(words)
         for word in rest:
             name, equals, value = word.partition("=")
@@ -94,26 +96,7 @@ def main(words: Sequence[str], unmade: Collection[str] = ()) -> int:
     if is_asked or not words:
         return _help(is_rank=is_rank, is_asked=is_asked)
     try:
-        gpus, words = Gpus.taken_from(words)
-        arguments = Arguments.parse(words)
-        if gpus is not None and not arguments.is_dry_run:
-            raise SettingError("--gpus: only with --dry-run; a run takes the GPUs of CUDA_VISIBLE_DEVICES")
-        if is_rank:
-            return run_rank(arguments.recipe, arguments.overrides, _dry_run(arguments, gpus, unmade))
-        if arguments.join and (arguments.is_dry_run or arguments.hosts != Hosts()):
-            raise SettingError("join: the other options are not for a host that joins a run; leave them out")
-        if arguments.join:
-            return join_run(arguments.join, arguments.recipe, list(arguments.overrides))
-        recipe = _read_here(arguments)
-        if (dry_run := _dry_run(arguments, gpus, unmade)) is not None:
-            hosts = arguments.hosts
-            ranks = hosts.ranks(recipe) if hosts.nnodes > 1 else ()
-            for warning in replace(dry_run, hosts=ranks).of(with_relays(recipe, hosts.nnodes)):
-                print_message(f"warning: {warning}")
-            return 0
-        if recipe.run.mode == "replay":
-            return _replay(recipe)
-        return _launch(recipe, arguments)
+        return _run(words, unmade, is_rank=is_rank)
     except OSError as error:
         if not is_unwritable(error):
             raise
@@ -125,6 +108,35 @@ def main(words: Sequence[str], unmade: Collection[str] = ()) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int:
+    """Do what the words ask for: a rank's part, a join, a dry run, a replay or a run. Raises `SettingError` for a user's mistake."""
+    gpus, words = Gpus.taken_from(words)
+    arguments = Arguments.parse(words)
+    if gpus is not None and not arguments.is_dry_run:
+        raise SettingError("--gpus: only with --dry-run; a run takes the GPUs of CUDA_VISIBLE_DEVICES")
+    dry_run = DryRun((), gpus, unmade, arguments.with_settings) if arguments.is_dry_run else None
+    if is_rank:
+        return run_rank(arguments.recipe, arguments.overrides, dry_run)
+    if arguments.join:
+        if arguments.is_dry_run or arguments.hosts != Hosts():
+            raise SettingError("join: the other options are not for a host that joins a run; leave them out")
+        return join_run(arguments.join, arguments.recipe, list(arguments.overrides))
+    recipe = _read_here(arguments)
+    if dry_run is not None:
+        return _show_plan(dry_run, recipe, arguments.hosts)
+    if recipe.run.mode == "replay":
+        return _replay(recipe)
+    return _launch(recipe, arguments)
+
+
+def _show_plan(dry_run: DryRun, recipe: Recipe, hosts: Hosts) -> int:
+    """Print the plan of a run on these hosts, and its warnings."""
+    ranks = hosts.ranks(recipe) if hosts.nnodes > 1 else ()
+    for warning in replace(dry_run, hosts=ranks).of(with_relays(recipe, hosts.nnodes)):
+        print_message(f"warning: {warning}")
+    return 0
 
 
 def _help(*, is_rank: bool, is_asked: bool) -> int:
@@ -139,15 +151,10 @@ def _help(*, is_rank: bool, is_asked: bool) -> int:
     return 0
 
 
-def _dry_run(arguments: Arguments, gpus: Gpus | None, unmade: Collection[str]) -> DryRun | None:
-    if not arguments.is_dry_run:
-        return None
-    return DryRun((), gpus, unmade, arguments.with_settings)
-
-
 def _read_here(arguments: Arguments) -> Recipe:
     """The recipe, or what the launcher itself has to know of it on a later host without the file: the run folder."""
-    file, hosts = arguments.recipe, arguments.hosts
+    file = arguments.recipe
+    hosts = arguments.hosts
     if file is None or hosts.node_rank == 0 or Path(file).exists():
         return read_recipe(file, arguments.overrides)
     if not hosts.nproc_per_node or not any(word.startswith("run.dir=") for word in arguments.overrides):

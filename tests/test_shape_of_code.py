@@ -7,7 +7,8 @@ from pathlib import Path
 from support.source_tree import FLOORS, ROOT, SOURCES, TESTS, TREES, Function, functions, name_of
 
 MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES, P90_FUNCTION_LINES = 50, 30
+MAX_FUNCTION_LINES = 60
+P90_FUNCTION_LINES = 30
 MAX_PUBLIC_NAMES, USUAL_PUBLIC_NAMES = 12, 8
 MAX_ENTRIES, MAX_RELAY_ENTRIES = 21, 10
 COLLECTIONS = ("errors.py", "protocol.py", "events.py")

@@ -11,7 +11,8 @@ _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 
 def check_algorithm(recipe: Recipe) -> list[str]:
     """Refuse settings that exclude each other; returns warnings of settings without effect."""
-    algorithm, longest = recipe.algorithm, recipe.sampling.max_new_tokens
+    algorithm = recipe.algorithm
+    longest = recipe.sampling.max_new_tokens
     if algorithm.kl_in == "reward" and algorithm.kl_coef == 0:
         raise SettingError("algorithm.kl_in=reward: there is no KL term; set algorithm.kl_coef")
     if algorithm.overlong_buffer > longest:
@@ -71,7 +72,8 @@ def _without_weight(recipe: Recipe) -> Iterator[str]:
 
 
 def _useless(recipe: Recipe) -> Iterator[str]:
-    algorithm, default = recipe.algorithm, AlgorithmSettings()
+    algorithm = recipe.algorithm
+    default = AlgorithmSettings()
     if algorithm.advantage != "grpo" and algorithm.scale_rewards != default.scale_rewards:
         yield f"algorithm.scale_rewards has no effect on algorithm.advantage={algorithm.advantage}"
     if algorithm.overlong_buffer == 0 and algorithm.overlong_penalty != default.overlong_penalty:

@@ -99,7 +99,10 @@ def is_emulated(recipe: Recipe) -> bool:
 
 def check_combinations(recipe: Recipe) -> None:
     """Refuse settings that exclude each other."""
-    exact, tp, roles, queue = recipe.generator.exact, recipe.rollout.tp, recipe.roles, recipe.queue
+    exact = recipe.generator.exact
+    tp = recipe.rollout.tp
+    roles = recipe.roles
+    queue = recipe.queue
     if 0 < recipe.sampling.temperature < LEAST_TEMPERATURE:
         raise SettingError(f"sampling.temperature: take 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
     if "" in recipe.sampling.stop:
@@ -128,7 +131,9 @@ def check_combinations(recipe: Recipe) -> None:
 
 def _check_schedule(recipe: Recipe) -> None:
     """Nothing is set that the schedule would ignore, or that would keep it from completing a step."""
-    rules, queue, prompts = SCHEDULES[recipe.run.schedule], recipe.queue, recipe.batch.prompts_per_step
+    rules = SCHEDULES[recipe.run.schedule]
+    queue = recipe.queue
+    prompts = recipe.batch.prompts_per_step
     schedule = f"run.schedule={rules.name}"
     if rules.staleness is not None and queue.max_staleness is not None:
         raise SettingError(f"queue.max_staleness: {schedule} has its own bound; leave this at null")
@@ -139,7 +144,8 @@ def _check_schedule(recipe: Recipe) -> None:
 
 
 def _check_trainer(recipe: Recipe) -> None:
-    trainer, actors = recipe.trainer, recipe.roles.actor
+    trainer = recipe.trainer
+    actors = recipe.roles.actor
     if actors % (trainer.shard_ranks or actors):
         raise SettingError(
             f"trainer.shard_ranks: roles.actor={actors} is not a multiple of {trainer.shard_ranks} ranks a copy"

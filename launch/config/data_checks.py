@@ -41,7 +41,8 @@ def check_data(settings: DataSettings, most: int | None = None) -> CheckedData:
 
 def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
     """Every prompt leaves room for a response in the policy's context, unless `data.too_long` drops the others."""
-    context, wanted = policy.context, recipe.sampling.max_new_tokens
+    context = policy.context
+    wanted = recipe.sampling.max_new_tokens
     if not context:
         return []
     lengths = _long_lengths(prompts, policy, recipe, room=context - wanted)

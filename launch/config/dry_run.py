@@ -69,7 +69,8 @@ class DryRun:
         except SettingError as error:
             memory = [f"unknown: {error}"]
         else:
-            warnings, on_host = plan.shortages(), _on_this_host(plan, recipe) if self.gpus is None else []
+            warnings = plan.shortages()
+            on_host = _on_this_host(plan, recipe) if self.gpus is None else []
             refused = warnings if self.gpus is not None else [each.text for each in on_host if each.is_certain]
             warnings += [each.text for each in on_host if not each.is_certain]
             memory = [*plan.lines(), *(f"warning: {shortage}" for shortage in warnings)]
@@ -137,7 +138,8 @@ def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[
 
 
 def _batch(recipe: Recipe) -> Iterator[str]:
-    prompts, samples = recipe.batch.prompts_per_step, recipe.batch.samples_per_prompt
+    prompts = recipe.batch.prompts_per_step
+    samples = recipe.batch.samples_per_prompt
     admission = Admission(recipe.batch, recipe.queue, recipe.run.steps, SCHEDULES[recipe.run.schedule])
     ahead = admission.first_lead
     longest = prompts * samples * recipe.sampling.max_new_tokens

@@ -34,7 +34,9 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
 
 def _check_best(recipe: Recipe) -> None:
     """A checkpoint can be scored by an evaluation: each has its version evaluated, and the metric exists."""
-    best, every, settings = recipe.checkpoint.best, recipe.checkpoint.every, recipe.eval
+    best = recipe.checkpoint.best
+    every = recipe.checkpoint.every
+    settings = recipe.eval
     if best and every == 0:
         raise SettingError(f"checkpoint.best={best}: there is nothing to choose from; set checkpoint.every above 0")
     if not best.startswith("eval/"):

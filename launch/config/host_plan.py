@@ -13,7 +13,10 @@ from ..placement import Placement, is_restartable
 from .memory_advice import advice
 
 _GB = 1e9
-_LIBRARIES_BYTES, _LAUNCHER_BYTES, _SUPERVISOR_BYTES, _REWARD_BYTES = 0.12e9, 0.305e9, 0.016e9, 0.015e9
+_LIBRARIES_BYTES = 0.12e9
+_LAUNCHER_BYTES = 0.305e9
+_SUPERVISOR_BYTES = 0.016e9
+_REWARD_BYTES = 0.015e9
 """Measured with the CPU build of torch 2.13; a reward process has more if the user's file imports more."""
 _REWARD_PROCESSES = 2
 STATES = (
@@ -87,7 +90,8 @@ class HostPlan:
 
     def shortages(self, host_bytes: float, free_bytes: float | None = None) -> Iterator[HostShortage]:
         """The reason why the processes do not fit into this memory, or into the part that other programs leave of it now; none if they do."""
-        need, least = self.num_bytes, sum(self.bytes_of(place, STATES) for place in self._places)
+        need = self.num_bytes
+        least = sum(self.bytes_of(place, STATES) for place in self._places)
         largest = max(self._places, key=self.bytes_of)
         change = f"set {advice(largest.role, on_gpu=False) or 'fewer roles here'}, or take a larger host"
         each = f"{largest.name} alone {self.bytes_of(largest) / _GB:.1f} GB"

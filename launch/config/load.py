@@ -152,7 +152,8 @@ def _whole_name(name: str, value: Any) -> str:
 
 
 def _nearest(name: str) -> str:
-    known, leaf = known_settings(), name.rpartition(".")[2]
+    known = known_settings()
+    leaf = name.rpartition(".")[2]
     near = (
         [other for other in known if other.startswith(name)]
         or [other for other in known if other.endswith(f".{leaf}")]
@@ -168,5 +169,6 @@ def _explain(message: str, merged: Mapping[str, Mapping[str, Any]]) -> str:
     if inner:
         return f"{name}{inner}: {reason[0].lower()}{reason[1:]}"
     section, _, key = name.partition(".")
-    value, kind = merged[section][key], known_settings()[name].type
+    value = merged[section][key]
+    kind = known_settings()[name].type
     return f"{name}={show_value(value)} is not allowed; it takes {describe(kind)}"

@@ -88,7 +88,8 @@ class MemoryPlan:
             plan = MemoryPlan(structs.replace(recipe, optimizer=optimizer), config, places, gpus)
             return len(plan.shortages()), plan.is_checkpointed
 
-        tokens, (least, _) = recipe.optimizer.micro_batch, plan_of(1)
+        tokens = recipe.optimizer.micro_batch
+        least, _ = plan_of(1)
         while tokens > longest and plan_of(tokens)[0] > least:
             tokens //= 2
         fitting = (least, plan_of(tokens)[1])
@@ -98,8 +99,10 @@ class MemoryPlan:
 
     def lines(self) -> Iterator[str]:
         """A row for each role, then one for GPUs that carry the same roles."""
-        size, lora = 2 if self._recipe.model.dtype == "bfloat16" else 4, self._recipe.lora
-        total, version = self.sizes.num_parameters, self.sizes.version_bytes(self._recipe)
+        size = 2 if self._recipe.model.dtype == "bfloat16" else 4
+        lora = self._recipe.lora
+        total = self.sizes.num_parameters
+        version = self.sizes.version_bytes(self._recipe)
         yield f"{total:,} parameters, {total * size / _GB:,.3f} GB as {self._recipe.model.dtype}"
         if lora.rank:
             yield f"{self.sizes.adapter_parameters(lora):,} in the adapter: a version has {version / _GB:,.3f} GB"

@@ -27,7 +27,8 @@ class _Arguments(NamedTuple):
 
     @classmethod
     def of(cls, node: ast.FunctionDef | ast.AsyncFunctionDef) -> "_Arguments":
-        given, by_name = node.args, node.args.kwonlyargs
+        given = node.args
+        by_name = node.args.kwonlyargs
         in_order = [*given.posonlyargs, *given.args]
         required = in_order[: len(in_order) - len(given.defaults)]
         required += [each for each, default in zip(by_name, given.kw_defaults, strict=True) if default is None]
@@ -107,7 +108,8 @@ def check_tools(settings: EnvironmentSettings) -> None:
     Raises `SettingError`.
     """
     for setting, node in _tool_definitions(settings):
-        text, where = ast.get_docstring(node), f"{setting}: the tool {node.name}"
+        text = ast.get_docstring(node)
+        where = f"{setting}: the tool {node.name}"
         if not text:
             raise SettingError(f"{where} has no docstring, which tells the policy what it does")
         _, _, described = f"\n{text}".partition("\nArgs:")

@@ -36,8 +36,10 @@ ABLATION = {
     "headrace": "+ no barrier, weights by relay",
 }
 """The technique that each schedule adds to the one before it."""
-REPACK_ROLLOUTS, REPACK_TRAIN_GPUS, REPACK_GROUPS = 16, 256, 512
-"""Repack is measured on generation: with a trainer that never makes it wait, and the global batch of Laminar's section 9."""
+REPACK_ROLLOUTS = 16
+REPACK_TRAIN_GPUS = 256
+REPACK_GROUPS = 512
+"""The size at which repack is measured. It is measured on generation: with a trainer that never makes it wait, and the global batch of Laminar's section 9."""
 SET_BY_ROWS = ("run.schedule", "batch.prompts_per_step", "lab.colocated", "repack.enabled")
 """Settings of which each row has its own value."""
 GROUPS_PER_GPU = 4
@@ -73,7 +75,8 @@ class Variant:
 
     @property
     def settings(self) -> dict[str, object]:
-        is_colocated, is_repack = self.name == "sync-colocated", self.name in REPACK
+        is_colocated = self.name == "sync-colocated"
+        is_repack = self.name in REPACK
         return {
             "run.schedule": "sync" if is_colocated else "headrace" if is_repack else self.name,
             **self.knobs.settings,
@@ -263,7 +266,8 @@ def rows_of(results: Mapping[str, Result], num_gpus: int) -> Iterator[Measuremen
     )
     for workload, ours, peer, field, unit in pairs:
         if ours in figures and peer in figures:
-            value, other = getattr(figures[ours], field), getattr(figures[peer], field)
+            value = getattr(figures[ours], field)
+            other = getattr(figures[peer], field)
             yield Measurement(workload, peer, value, unit, value / other)
 
 
@@ -302,10 +306,13 @@ def ablation(results: Mapping[str, Result]) -> str:
     """The gains of streaming and of the delayed update in Markdown, like AsyncFlow's Table 1; empty unless all ran."""
     if not ABLATION.keys() <= results.keys():
         return ""
-    lines, base, before = ["", "| schedule | adds | over the barrier | gain |", "| --- | --- | --- | --- |"], 0.0, 0.0
+    lines = ["", "| schedule | adds | over the barrier | gain |", "| --- | --- | --- | --- |"]
+    base = 0.0
+    before = 0.0
     for name, adds in ABLATION.items():
         speed = results[name].figures.tokens_per_s
-        base, before = base or speed, before or speed
+        base = base or speed
+        before = before or speed
         lines.append(f"| {name} | {adds} | {speed / base:.2f} | {speed / before - 1:+.1%} |")
         before = speed
     return "\n".join(lines) + "\n"

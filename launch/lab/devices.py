@@ -46,8 +46,10 @@ class Devices:
     @property
     def balanced(self) -> Knobs:
         """The split at which full rollouts generate as fast as the trainer trains, by means alone: the climb's start."""
-        recipe, e = self.recipe, lab_of(self.recipe)
-        longest, most = recipe.sampling.max_new_tokens, recipe.generator.max_running
+        recipe = self.recipe
+        e = lab_of(self.recipe)
+        longest = recipe.sampling.max_new_tokens
+        most = recipe.generator.max_running
         lengths = [response_length(recipe.run.seed, number, e, longest) for number in range(SAMPLE)]
         response = fmean(lengths)
         in_cache = e.prompt_tokens + fmean(length**2 for length in lengths) / 2 / response
@@ -59,7 +61,8 @@ class Devices:
 
     def ladders(self, start: Knobs) -> dict[str, Ladder]:
         """All splits, of many devices in steps of a sixteenth; the concurrency up to twice the recipe's."""
-        step, running = max(1, start.rollouts // 16), start.max_running or 1
+        step = max(1, start.rollouts // 16)
+        running = start.max_running or 1
         splits = {start.rollouts, *range(start.rollouts % step or step, self.most_rollouts + 1, step)}
         return {
             "rollouts": sorted(splits),

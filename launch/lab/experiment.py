@@ -92,7 +92,8 @@ class Experiment:
 
 def _kept(run_dir: Path, recipe: Recipe) -> Result | None:
     """The result of a finished run of this recipe, None without one. Raises `SettingError` for a run of another recipe."""
-    config, kept = run_dir / CONFIG_FILE, run_dir / RESULT_FILE
+    config = run_dir / CONFIG_FILE
+    kept = run_dir / RESULT_FILE
     if not kept.exists():
         return None
     if config.read_text(encoding="utf-8") != recipe_yaml(recipe):

@@ -17,8 +17,10 @@ WARM_UP_STEPS = 3
 """First steps, which do not count: the rollouts still generate in step with each other."""
 LAST_STEPS = 2
 """Last steps, which do not count: the rollouts begin nothing new."""
-WARM_UP_SHARE, LAST_SHARE = 5 / 12, 1 / 6
-"""The same as shares of a longer run: on many devices a trajectory lasts many steps."""
+WARM_UP_SHARE = 5 / 12
+"""`WARM_UP_STEPS` as a share of a longer run: on many devices a trajectory lasts many steps."""
+LAST_SHARE = 1 / 6
+"""`LAST_STEPS` as a share of a longer run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ def figures_of(run_dir: Path, timeline: Timeline, window: Window, prefill_s: flo
         staleness={lag: trained[lag] / trained.total() for lag in sorted(trained, key=int)},
         micro_batches=sum(row.get("perf/micro_batches", 0.0) for row in inside) / len(inside),
     )
-    before, after = window.first, len(lines) - window.last
+    before = window.first
+    after = len(lines) - window.last
     return replace(figures, is_settled=2 * figures.mean_staleness <= before and figures.mean_staleness <= after)
 
 
@@ -113,7 +116,8 @@ def window_of(timeline: Timeline, num_steps: int, begun: int = 0) -> Window:
 
 def weight_wait_s(spans: Sequence[Span], window: Window) -> float:
     """Seconds of the window between generating on one version and generating on the next."""
-    total, last = 0.0, None
+    total = 0.0
+    last = None
     for span in spans:
         if span.state != "generate":
             continue

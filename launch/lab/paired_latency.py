@@ -23,7 +23,8 @@ class PairedLatency(NamedTuple):
 
     @staticmethod
     def of(run_dir: Path, peer_dir: Path) -> "PairedLatency":
-        ours, peers = _latencies(run_dir), _latencies(peer_dir)
+        ours = _latencies(run_dir)
+        peers = _latencies(peer_dir)
         both = sorted(ours.keys() & peers.keys())
         assert both, f"no trajectory ended in the measured part of both {run_dir} and {peer_dir}"
         ratios = _spread([ours[row] for row in both]) / _spread([peers[row] for row in both])

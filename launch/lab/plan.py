@@ -61,7 +61,8 @@ class Simulation:
 
     def figures(self, knobs: Knobs, times: int = 1) -> Figures:
         """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
-        recipe, train_gpus = self.devices.recipe, self.devices.train_gpus(knobs)
+        recipe = self.devices.recipe
+        train_gpus = self.devices.train_gpus(knobs)
         micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // lab_of(recipe).train_gpus)
         settings = {**knobs.settings, "lab.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
         folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
@@ -74,7 +75,8 @@ class Simulation:
 
     def micro_batches(self, knobs: Knobs, most: float) -> int:
         """How many times as large micro-batches should be: doubled, up to `most` times, as long as that gains 1 % in tokens/s."""
-        times, costs_time = 1, lab_of(self.devices.recipe).micro_batch_s > 0
+        times = 1
+        costs_time = lab_of(self.devices.recipe).micro_batch_s > 0
         while costs_time and 2 * times <= most:
             if self.figures(knobs, 2 * times).tokens_per_s < WORTH * self.figures(knobs, times).tokens_per_s:
                 break
@@ -108,7 +110,8 @@ class MeasuredJob:
 
         Beside another relay each row has a second copy, so the second one doubles the work. Never fewer than the present ones.
         """
-        num, one_copy = self.num_relays, self.relay_s * tokens_per_s / min(self.measured_relays, 2)
+        num = self.num_relays
+        one_copy = self.relay_s * tokens_per_s / min(self.measured_relays, 2)
         busy = one_copy * min(num, 2) / num
         return num if busy <= RELAY_BUSY else max(2, math.ceil(2 * one_copy / RELAY_BUSY)), busy
 
@@ -131,7 +134,8 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
     steps = min(recipe.run.steps, MOST_STEPS) if arguments.steps is None else arguments.steps
     if steps < LEAST_STEPS or arguments.runs < 1:
         raise SettingError(f"--steps (or run.steps): at least {LEAST_STEPS}, to be measured; --runs: at least 1")
-    home, run = Path(f"{recipe.run.dir}-plan"), arguments.run
+    home = Path(f"{recipe.run.dir}-plan")
+    run = arguments.run
     if run is None and not is_emulated(recipe):
         run = home / "warm-up"
         warm_up(arguments.recipe, arguments.overrides, run)
@@ -179,7 +183,8 @@ def measured_figures(run: Path, own: Recipe) -> Figures:
 def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Iterator[str]:
     """The prediction for a run's own split beside the run."""
     yield f"{_split(devices, devices.own)}: predicted and measured"
-    of_run, of_plan = _cells(measured), _cells(predicted)
+    of_run = _cells(measured)
+    of_plan = _cells(predicted)
     yield from _table({name: (of_plan[name], of_run[name]) for name in of_run}, ("predicted", "measured"))
     yield f"predicted over measured tokens/s: {predicted.tokens_per_s / measured.tokens_per_s:.3f}"
     yield ""
@@ -188,7 +193,8 @@ def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Itera
 def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> Iterator[str]:
     """The proposed settings, and their figures beside those of the present split, where that is one of these devices."""
     devices = simulation.devices
-    e, own = lab_of(devices.recipe), devices.own
+    e = lab_of(devices.recipe)
+    own = devices.own
     micro_tokens = (devices.recipe if job is None else job.recipe).optimizer.micro_batch
     most = None if job is None else most_micro_tokens(job.with_split(devices, best))
     times = simulation.micro_batches(best, math.inf if most is None else most / micro_tokens)

@@ -34,7 +34,8 @@ def measured_part(run_dir: Path) -> tuple[Timeline, Window]:
     """The timeline of a finished run, and the part of it that is measured: since its trainer was started last, as when it was resumed.
 
     Raises `SettingError` for a run without."""
-    timeline, num_steps = Timeline.read(run_dir), len(_steps(run_dir))
+    timeline = Timeline.read(run_dir)
+    num_steps = len(_steps(run_dir))
     if not timeline.spans.get("actor-0") or "rollout-0" not in timeline.spans:
         raise SettingError(
             f"--from: {run_dir} has no trace of a trainer and a rollout; name the folder of a finished run"
@@ -83,7 +84,8 @@ def relay_seconds(run_dir: Path, recipe: Recipe) -> float:
 
 def emulated_recipe(recipe: Recipe, profile: LabSettings) -> Recipe:
     """The recipe on the emulated devices of a profile. Raises `SettingError` for work that they do not have."""
-    queue, run = recipe.queue, recipe.run
+    queue = recipe.queue
+    run = recipe.run
     unknown = {
         "environment": recipe.environment.is_set, "queue.tasks": queue.tasks, "queue.filter_zero_std": queue.filter_zero_std,
         "algorithm.kl_coef": recipe.algorithm.kl_coef, "rollout.engine": recipe.rollout.engine == "emulated",
@@ -91,7 +93,8 @@ def emulated_recipe(recipe: Recipe, profile: LabSettings) -> Recipe:
     for name, is_set in unknown.items():
         if is_set:
             raise SettingError(f"{name}: emulated devices do not have its work, so a plan would be wrong")
-    actors, rollouts = recipe.roles.actor, recipe.roles.rollout // recipe.rollout.tp
+    actors = recipe.roles.actor
+    rollouts = recipe.roles.rollout // recipe.rollout.tp
     return Recipe(
         run=structs.replace(run, mode="train", resume="never", save_rows="none"),
         roles=structs.replace(recipe.roles, actor=1, rollout=rollouts, reference=0, task=0),
@@ -122,7 +125,8 @@ def training_costs(tokens: np.ndarray, micro_batches: np.ndarray, seconds: np.nd
     columns = np.column_stack([np.ones(len(tokens)), tokens])
     both = np.column_stack([micro_batches, seconds])
     counts, left = (both - columns @ np.linalg.lstsq(columns, both, rcond=None)[0]).T
-    spread, num_free = float(counts @ counts), len(tokens) - 3
+    spread = float(counts @ counts)
+    num_free = len(tokens) - 3
     micro_batch_s = 0.0
     if num_free > 0 and spread > 1e-6 * float(np.square(micro_batches).sum()):
         slope = float(counts @ left) / spread
@@ -134,7 +138,8 @@ def training_costs(tokens: np.ndarray, micro_batches: np.ndarray, seconds: np.nd
 
 def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Intercept and slope by least squares, both at least 0, through the point of the means."""
-    mean_x, mean_y = fmean(x), fmean(y)
+    mean_x = fmean(x)
+    mean_y = fmean(y)
     spread = sum((each - mean_x) ** 2 for each in x)
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
     slope = min(slope, mean_y / mean_x) if slope > 0 else 0.0
@@ -160,19 +165,24 @@ def _num_tokens(step: dict[str, Any]) -> float:
 
 def _generators(timeline: Timeline, window: Window, num_prefilled: int) -> dict[str, Any]:
     """Terms of a step of the rollouts together; time that decoding does not explain is that of turns and of prefills."""
-    sums, terms, generate_s, last = np.zeros(4), np.zeros(3), 0.0, {}
+    sums = np.zeros(4)
+    terms = np.zeros(3)
+    generate_s = 0.0
+    last = {}
     for name in (name for name in timeline.spans if name.startswith("rollout-")):
         start = max(window.start, timeline.started.get(name, 0.0))  # the numbers of a process begin at 0
         samples = [each for each in timeline.samples[name] if start <= each.at < window.end]
         if not samples or "step_kv" not in samples[-1].values:
             continue
-        first, last = samples[0].values, samples[-1].values
+        first = samples[0].values
+        last = samples[-1].values
         grown = np.array([last[key] - first[key] for key in ("steps", "step_tokens", "step_kv", "step_s")])
         part = Window(window.first, window.last, samples[0].at, samples[-1].at)
         generate_s += sum(part.share(span) for span in timeline.spans[name] if span.state == "generate")
         terms += grown[0] * np.array([last["fixed_s"], last["trajectory_s"], last["token_s"]])
         sums += grown
-    num_steps, step_s = float(sums[0]), float(sums[3])
+    num_steps = float(sums[0])
+    step_s = float(sums[3])
     if not num_steps or not terms.any():
         raise SettingError("--from: its rollouts report no decode steps; take a run of this version with more steps")
     terms /= num_steps

@@ -81,7 +81,8 @@ def _with_value(ladder: Ladder, value: int | None) -> Ladder:
 def climb(start: Knobs, ladders: Mapping[str, Ladder], speed: Callable[[Knobs], float], budget: int) -> Knobs:
     """The fastest knobs of at most `budget` tried: from each best one to the neighbours on the ladder of one knob after the other."""
     speeds = {start: speed(start)}
-    best, is_better = start, True
+    best = start
+    is_better = True
     while is_better:
         is_better = False
         for name, ladder in ladders.items():
@@ -91,7 +92,8 @@ def climb(start: Knobs, ladders: Mapping[str, Ladder], speed: Callable[[Knobs], 
                 if tried not in speeds and len(speeds) < budget:
                     speeds[tried] = speed(tried)
             fastest = max(speeds, key=lambda knobs: speeds[knobs])
-            best, is_better = fastest, is_better or fastest != best
+            is_better = is_better or fastest != best
+            best = fastest
     return best
 
 

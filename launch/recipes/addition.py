@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 HELD_OUT = 200
-PROMPTS_FILE, HELD_OUT_FILE = "prompts.jsonl", "held-out.jsonl"
+PROMPTS_FILE = "prompts.jsonl"
+HELD_OUT_FILE = "held-out.jsonl"
 
 Pair = tuple[int, int]
 

@@ -74,7 +74,8 @@ def _unpermuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
 def _write_config(fields: dict[str, Any], folder: Path) -> None:
     ids = {name: fields[f"tokenizer.ggml.{name}"] for name in ("bos_token_id", "eos_token_id")}
     ids["pad_token_id"] = fields["tokenizer.ggml.padding_token_id"]
-    num_heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
+    num_heads = fields["llama.attention.head_count"]
+    width = fields["llama.embedding_length"]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

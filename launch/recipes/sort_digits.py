@@ -10,7 +10,9 @@ from random import Random
 from typing import Any
 
 CHARACTERS = "0123456789:#"
-SHORTEST, LONGEST, LONGER = 3, 20, 0.8
+SHORTEST = 3
+LONGEST = 20
+LONGER = 0.8
 SLIP = 0.4
 
 

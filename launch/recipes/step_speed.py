@@ -15,7 +15,8 @@ from statistics import median
 TOKENS = 432
 WIDTHS = ((576, 960), (576, 576), (576, 3072), (1536, 576))
 """Inputs and outputs of a layer's matrices: queries, keys and values together; attention's output; gate and up; down."""
-REPEATS, TIMEOUT_S = 7, 60.0
+REPEATS = 7
+TIMEOUT_S = 60.0
 
 
 def measured() -> dict[str, float]:

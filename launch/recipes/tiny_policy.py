@@ -17,11 +17,15 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-PAD, EOS = "<pad>", "<eos>"
-PAD_ID, EOS_ID = 0, 1
+PAD = "<pad>"
+EOS = "<eos>"
+PAD_ID = 0
+EOS_ID = 1
 CONTEXT = 64
-BATCH, BATCHES_AT_ONCE = 64, 25
-LR, LR_WARMUP = 3e-3, 20
+BATCH = 64
+BATCHES_AT_ONCE = 25
+LR = 3e-3
+LR_WARMUP = 20
 _IGNORED = -100
 
 Example = tuple[str, ...]
@@ -116,7 +120,8 @@ def _pad(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[T
     """Every second piece is a turn of the policy: it ends with the stop token, and its tokens alone are targets."""
     rows: list[tuple[list[int], list[int]]] = []
     for pieces in examples:
-        inputs, targets = list[int](), list[int]()
+        inputs = list[int]()
+        targets = list[int]()
         for index, piece in enumerate(pieces):
             tokens = [*tokenizer.encode(piece), EOS_ID] if index % 2 else tokenizer.encode(piece)
             inputs += tokens

@@ -57,7 +57,8 @@ def main(words: list[str]) -> int:
         return 2
     print(f"{'process':14}{'planned GB':>12}{'peak GB':>12}{'ratio':>8}")
     for name, each in sorted(merge_peaks(Path(words[0])).items()):
-        planned, peak = each.get("planned", 0), each.get("peak", 0)
+        planned = each.get("planned", 0)
+        peak = each.get("peak", 0)
         ratio = f"{planned / peak:8.2f}" if planned and peak else f"{'':8}"
         print(f"{name:14}{planned / _GB:12.3f}{peak / _GB:12.3f}{ratio}")
     return 0

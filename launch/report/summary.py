@@ -70,7 +70,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _reward(summary: Mapping[str, Any]) -> str:
     """The mean rewards of the first and the last steps, as `trainer.loop` takes them: a tenth, at least 3, at most all."""
-    first, last, steps = summary["reward_first"], summary["reward_last"], int(summary.get("steps") or 0)
+    first = summary["reward_first"]
+    last = summary["reward_last"]
+    steps = int(summary.get("steps") or 0)
     if steps < 6:
         return (
             f"{first:.3f} -> {last:.3f}  (first and last 3 steps)" if steps > 3 else f"{last:.3f}  (mean of the steps)"

@@ -49,7 +49,8 @@ class Timeline:
         return timeline
 
     def _read(self, name: str, lines: Iterable[str], every: int) -> None:
-        spans, samples = self.spans.setdefault(name, []), self.samples.setdefault(name, [])
+        spans = self.spans.setdefault(name, [])
+        samples = self.samples.setdefault(name, [])
         shift = 0.0
         for number, text in enumerate(lines):
             if number % every and '"values"' in text:
@@ -62,7 +63,8 @@ class Timeline:
                 shift = line["wall"] - line["clock"]
                 self.started[name] = line["clock"] + shift
             elif "state" in line:
-                start, length = line.pop("t") + shift, line.pop("d")
+                start = line.pop("t") + shift
+                length = line.pop("d")
                 spans.append(Span(line.pop("state"), start, start + length, line))
             else:
                 samples.append(CounterSample(line["t"] + shift, line["values"]))

@@ -112,7 +112,8 @@ class EmulatedDevice:
         """Drop the cache: the running trajectories, and those whose keys and values were sent, are prefilled again, in their order."""
         for sequence in self.waiting:
             if sequence.arrives_at and not sequence.num_missing:
-                sequence.num_missing, sequence.arrives_at = sequence.num_tokens, 0.0
+                sequence.num_missing = sequence.num_tokens
+                sequence.arrives_at = 0.0
                 self.num_recomputed += sequence.num_missing
         prompts: set[int] = set()
         running = [self._leave(number) for number in list(self.running)]
@@ -147,7 +148,8 @@ class EmulatedDevice:
             if self.running and self.load + sequence.num_tokens + margin > self.settings.kv_tokens:
                 break
             self.waiting.popleft()
-            self.running[sequence.trajectory_id], sequence.entered_at = sequence, self._num_steps
+            self.running[sequence.trajectory_id] = sequence
+            sequence.entered_at = self._num_steps
             ends_at = self._num_steps + sequence.limit - sequence.num_new
             heapq.heappush(self._ends, (ends_at, sequence.trajectory_id))
             self.load += sequence.num_tokens

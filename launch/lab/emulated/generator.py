@@ -53,7 +53,8 @@ class EmulatedWeights:
         return min(self._pending.values(), default=math.inf)
 
     def newest(self) -> int:
-        shown, now = self._reader.newest(), self._clock.now()
+        shown = self._reader.newest()
+        now = self._clock.now()
         if shown is not None and shown > self._newest:
             self._pending.setdefault(shown, now + self._chain_s)
         self._newest = max([self._newest, *(version for version, at in self._pending.items() if at <= now)])
@@ -144,7 +145,8 @@ class EmulatedGenerator:
         parts: list[SequencePart] = []
         for sequence in (*self.device.running.values(), *self.device.waiting):
             num_new = self.device.num_tokens(sequence) - sequence.num_prompt - counts.get(sequence.trajectory_id, 0)
-            prompt, tokens = [0] * sequence.num_prompt, [0] * num_new
+            prompt = [0] * sequence.num_prompt
+            tokens = [0] * num_new
             parts.append(SequencePart(sequence.trajectory_id, 0, prompt, tokens, [0.0] * num_new))
         return parts
 

@@ -41,7 +41,8 @@ class EmulatedLearner:
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0
         self._token_s = e.train_us * 1e-6 / e.train_gpus
-        self._micro_batch_s, self._update_s = e.micro_batch_s, e.update_s
+        self._micro_batch_s = e.micro_batch_s
+        self._update_s = e.update_s
         self._update_ends = recipe.batch.update_ends
         self._num_groups = 0
         self._transfer = EmulatedTransfer(e, recipe.run.schedule)
@@ -73,7 +74,8 @@ class EmulatedLearner:
         self.version += 1
         self._num_groups = 0
         self._weights["weights"].fill_(float(self.version))
-        busy_s, self._busy_s = self._busy_s, 0.0
+        busy_s = self._busy_s
+        self._busy_s = 0.0
         return {"actor/grad_norm": 0.0, "actor/lr": 0.0, "timing_s/update_actor": busy_s}
 
     def discard(self) -> None:

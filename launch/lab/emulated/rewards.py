@@ -16,7 +16,8 @@ class EmulatedRewards:
         self.done += requests
 
     def finished(self) -> list[ScoreRequest]:
-        done, self.done = self.done, []
+        done = self.done
+        self.done = []
         return done
 
     def close(self) -> None:

@@ -12,10 +12,14 @@ class EmulatedTransfer:
 
     def __init__(self, settings: LabSettings, schedule: str) -> None:
         if settings.colocated:
-            self.push_s, self.chain_s, self.pull_s = 0.0, 0.0, settings.weights_gb / settings.reshard_gb_s
+            self.push_s = 0.0
+            self.chain_s = 0.0
+            self.pull_s = settings.weights_gb / settings.reshard_gb_s
         elif SCHEDULES[schedule].broadcasts:
             broadcast_s = settings.weights_gb / settings.broadcast_gb_s
-            self.push_s, self.chain_s, self.pull_s = broadcast_s, 0.0, broadcast_s
+            self.push_s = broadcast_s
+            self.chain_s = 0.0
+            self.pull_s = broadcast_s
         else:
             self.push_s = settings.weights_gb / settings.push_gb_s
             self.chain_s = settings.weights_gb / settings.chain_gb_s

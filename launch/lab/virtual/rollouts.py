@@ -144,6 +144,8 @@ class VirtualRollout:
             self._sleep()
 
     def _sleep(self) -> None:
-        self._is_asleep, self._num_sleeps = True, self._num_sleeps + 1
-        number, until = self._num_sleeps, min(self.clock.now() + self._report_s, self.generator.weights.next_at)
+        self._is_asleep = True
+        self._num_sleeps += 1
+        number = self._num_sleeps
+        until = min(self.clock.now() + self._report_s, self.generator.weights.next_at)
         self._world.at(until, lambda: self.wake() if self._num_sleeps == number else None)

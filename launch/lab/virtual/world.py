@@ -71,7 +71,8 @@ class World:
 
     def _advance(self, until: float) -> None:
         """Let a thread run whose wait is over, or handle the next event, or let it be the first moment that someone waits for."""
-        now, moment = self.now, until
+        now = self.now
+        moment = until
         for thread in self.threads:
             wakes_at = thread.until
             if (frozen_until := thread.frozen_until) > now:
