@@ -57,7 +57,7 @@ class Episodes:
         self, generator: "Generator", leases: HeldLeases, pool: EnvironmentPool, settings: EnvironmentSettings
     ) -> None:
         if not isinstance(generator, PausingGenerator):
-            raise SettingError("environment: this rollout.engine cannot pause trajectories; see docs/service.md")
+            raise SettingError("environment: this rollout.engine cannot pause trajectories; see docs/use/service.md")
         self._generator: Any = generator
         self._leases = leases
         self._pool = pool

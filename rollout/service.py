@@ -1,7 +1,7 @@
 """A rollout with a loop of its own: prompts and weights come in, trajectories go out.
 
 `GeneratorService` covers put_prompts_data and put_experience_data of AsyncFlow's service interface (section 5), seen from the
-engine; see docs/service.md. An engine that fits into the project's loop is an adapter instead (`rollout.generators.base.Generator`).
+engine; see docs/use/service.md. An engine that fits into the project's loop is an adapter instead (`rollout.generators.base.Generator`).
 """
 
 import time

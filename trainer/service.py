@@ -1,7 +1,7 @@
 """A trainer with a loop of its own: experience comes in, versions of the weights go out.
 
 `TrainerService` covers get_experience_data and weight_sync_notify of AsyncFlow's service interface (section 5); see
-docs/service.md. A trainer that fits into the project's loop is an adapter instead (`trainer.learners.base.Learner`).
+docs/use/service.md. A trainer that fits into the project's loop is an adapter instead (`trainer.learners.base.Learner`).
 """
 
 import time

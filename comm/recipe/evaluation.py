@@ -9,7 +9,7 @@ WAIT_S = 30.0
 
 
 class EvalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`eval.*`: evaluation beside training, before the first step, every `every` steps and after the last (docs/evaluation.md)."""
+    """`eval.*`: evaluation beside training, before the first step, every `every` steps and after the last (docs/use/evaluation.md)."""
 
     path: str | tuple[str, ...] = ()
     """Prompts in the form of `data.path`: one file or data set, or a list; metrics are `eval/NAME/...`, NAME a file's stem."""

@@ -43,14 +43,14 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     exact: bool = False
     """Make the log-probabilities of generator and trainer equal bit for bit (Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
     attention: str = "auto"
-    """Attention backend of decoding: `auto`, or the name of one (docs/generator.md)."""
+    """Attention backend of decoding: `auto`, or the name of one (docs/use/generator.md)."""
 
 
 class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`rollout.*`: the cycle of one rollout."""
 
     engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
-    """The generator: the project's own, an emulated device (`launch.lab --help`), transformers', or your own adapter (docs/service.md)."""
+    """The generator: the project's own, an emulated device (`launch.lab --help`), transformers', or your own adapter (docs/use/service.md)."""
     max_age: Count | None = None
     """Most versions that a rollout's weights are behind the newest: beyond, its running trajectories go on under new ones; null is off."""
     stream_tokens: OptionalCount = 256

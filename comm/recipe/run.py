@@ -22,7 +22,7 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     steps: Count = 100
     """Optimizer steps of the run."""
     schedule: ScheduleName = "headrace"
-    """The order of generation, training and weight updates (docs/schedules.md)."""
+    """The order of generation, training and weight updates (docs/use/schedules.md)."""
     mode: Literal["train", "replay"] = "train"
     """`replay` repeats the training of the finished run in `run.dir` from its saved rows (`run.save_rows=all`), and compares every step."""
     save_rows: Literal["recovery", "all", "none"] = "recovery"
@@ -60,7 +60,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`data.*`: the prompts."""
 
     path: str | tuple[str, ...] = ""
-    """JSONL or parquet file, Hugging Face data set, `FILE.py:NAME` (docs/data.md), or a list of these, whose rows are mixed."""
+    """JSONL or parquet file, Hugging Face data set, `FILE.py:NAME` (docs/use/data.md), or a list of these, whose rows are mixed."""
     weights: tuple[NotNegative, ...] = ()
     """Shares of the sets of `path` in the prompts; empty is each set's share of the rows."""
     subset: str = ""
@@ -78,7 +78,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shuffle: bool = True
     """Shuffle the prompts in each epoch, by `run.seed`."""
     curriculum: str = ""
-    """`FILE.py:FUNCTION`: the chance from 0 to 1 that a row is taken, by the steps trained so far and the row (docs/data.md)."""
+    """`FILE.py:FUNCTION`: the chance from 0 to 1 that a row is taken, by the steps trained so far and the row (docs/use/data.md)."""
     too_long: Literal["error", "drop"] = "error"
     """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
 
@@ -97,7 +97,7 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`reward.*`: the reward functions."""
 
     path: str | tuple[str, ...] = ""
-    """`FILE.py:FUNCTION` in TRL's or verl's form, a ready one such as math or gsm8k, or a list of these (docs/rewards.md)."""
+    """`FILE.py:FUNCTION` in TRL's or verl's form, a ready one such as math or gsm8k, or a list of these (docs/use/rewards.md)."""
     weights: tuple[Finite, ...] = ()
     """Weights of the functions' rewards in their sum; empty is 1 for each."""
     batch: Literal["sample", "group"] = "sample"
@@ -126,7 +126,7 @@ class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`environment.*`: what the policy talks to over several turns."""
 
     path: str = ""
-    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/environments.md)."""
+    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/use/environments.md)."""
     tools: tuple[str, ...] = ()
     """Python functions that the policy may call, each `FILE.py:FUNCTION` with type hints and a docstring."""
     max_turns: Count = 16

@@ -23,7 +23,7 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`trainer.*`: the trainer's engine."""
 
     engine: Annotated[str, words("builtin", "emulated")] = "builtin"
-    """The trainer: the project's own, emulated devices, or your own adapter (docs/service.md)."""
+    """The trainer: the project's own, emulated devices, or your own adapter (docs/use/service.md)."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only the layers' inputs for the backward pass and compute the rest again; `auto` where a GPU is too small else."""
     offload: bool = False
@@ -35,7 +35,7 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`lora.*`: a low-rank adapter that is trained in the place of the weights, with peft's names (docs/lora.md)."""
+    """`lora.*`: a low-rank adapter that is trained in the place of the weights, with peft's names (docs/use/lora.md)."""
 
     rank: OptionalCount = 0
     """Rank of the adapter's matrices; 0 trains the weights themselves."""
@@ -48,7 +48,7 @@ class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`algorithm.*`: advantages and loss; docs/algorithms.md has the settings of GRPO, DAPO, GSPO, RLOO and others."""
+    """`algorithm.*`: advantages and loss; docs/use/algorithms.md has the settings of GRPO, DAPO, GSPO, RLOO and others."""
 
     advantage: Annotated[
         str, words("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", own="FILE.py:FUNCTION")

@@ -25,7 +25,7 @@ from .memory_advice import advice
 
 _GB = 1e9
 _HOST_MICRO_TOKENS = 2048
-"""`optimizer.micro_tokens` of a host without a GPU: more cost much memory there and gain little time (docs/log.md)."""
+"""`optimizer.micro_tokens` of a host without a GPU: more cost much memory there and gain little time (docs/develop/log.md)."""
 
 
 def with_micro_tokens(recipe: Recipe, gpus: Gpus) -> Recipe:

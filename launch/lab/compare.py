@@ -3,7 +3,7 @@
     python -m headrace.launch.lab compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--repack-train-gpus N]
         [--only NAME ...] [--tune RUNS] [--seeds N] [--json FILE]
 
-RECIPE emulates its devices. Each run is one in virtual time (`virtual/`) in its own folder under `run.dir`; a run of the same recipe that is finished there is not repeated. docs/schedules.md explains the rows.
+RECIPE emulates its devices. Each run is one in virtual time (`virtual/`) in its own folder under `run.dir`; a run of the same recipe that is finished there is not repeated. docs/develop/lab.md explains the rows.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python -m headrace.launch.lab plan RECIPE.yaml [KEY=VALUE ...] [--from RUN] [--gpus N] [--steps N] [--runs N]
 
 The devices are those of the finished run RUN, of a short warm-up run of RECIPE, or RECIPE's own if it emulates them. After a
-measured run it also prints what the simulation predicts for the run's own split beside what was measured. docs/planner.md
+measured run it also prints what the simulation predicts for the run's own split beside what was measured. docs/use/planner.md
 explains the figures.
 """
 

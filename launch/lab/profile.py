@@ -1,7 +1,7 @@
 """A run as emulated devices: times, speeds and lengths that a finished run measured, as settings `lab.*`.
 
 Sums are kept: with the measured terms, the emulated generators and trainer are busy for as many seconds as the real ones were.
-docs/planner.md has the formulas.
+docs/use/planner.md has the formulas.
 """
 
 import json

@@ -16,7 +16,7 @@ from ..config.values import describe, show_value, typed_value
 
 
 class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`lab.*`: the devices of an emulated run; by default a 32B policy on H800s (sources: docs/schedules.md)."""
+    """`lab.*`: the devices of an emulated run; by default a 32B policy on H800s (sources: docs/develop/lab.md)."""
 
     gpus_per_rollout: Count = 4
     """GPUs of one rollout, which is a tensor-parallel replica."""

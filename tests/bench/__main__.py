@@ -4,7 +4,7 @@
     python tests/bench curves --help
 
 WORKLOAD is a name that `--list` shows: a workload, a group of workloads, or a row, which runs its workload. Without a name
-all workloads run. `curves` runs and draws the learning curves of docs/results.md.
+all workloads run. `curves` runs and draws the learning curves of docs/use/results.md.
 """
 
 import argparse

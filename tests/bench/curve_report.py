@@ -1,4 +1,4 @@
-"""Kept runs of `tests/bench/curves.py` as the tables and pictures of docs/results.md.
+"""Kept runs of `tests/bench/curves.py` as the tables and pictures of docs/use/results.md.
 
 A page has a pair of marks for each task, `<!-- addition -->` and `<!-- /addition -->`; what is between them is replaced. A planned
 run without a file has a row that says so, and no figure is made up.

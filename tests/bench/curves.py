@@ -1,7 +1,7 @@
 """Learning curves of a real model: one run of a task, by this program or by TRL's GRPOTrainer, and its held-out accuracy.
 
     python tests/bench curves run TASK SIDE --policy FOLDER [--lr LR] [--seed N] [...] [--set KEY=VALUE ...]
-    python tests/bench curves list      the runs that docs/results.md wants, with their commands
+    python tests/bench curves list      the runs that docs/use/results.md wants, with their commands
     python tests/bench curves draw      its tables and pictures, of the runs that are kept
 
 A run keeps one small file, a line at a time, so nothing that was measured is lost. The clock begins with the command that a user
@@ -112,7 +112,7 @@ PLAN = (
     *(Cell("gsm8k", side, 2e-5, 0, 24) for side in ("headrace", "sync")),
     *(Cell("two-calls", side, 2e-5, 0, 40) for side in ("headrace", "sync")),
 )
-"""The runs of docs/results.md."""
+"""The runs of docs/use/results.md."""
 
 
 class Kept:
@@ -359,10 +359,10 @@ def main(words: Sequence[str]) -> int:
         each.add_argument("--data", type=Path, metavar="FOLDER", help="GSM8K's train.jsonl and test.jsonl")
     for each in (one, all_of_them, report):
         each.add_argument(
-            "--keep", type=Path, default=Path("docs/results"), metavar="FOLDER", help="of the kept figures"
+            "--keep", type=Path, default=Path("docs/use/results"), metavar="FOLDER", help="of the kept figures"
         )
     report.add_argument(
-        "--page", type=Path, default=Path("docs/results.md"), help="the document whose tables are filled"
+        "--page", type=Path, default=Path("docs/use/results.md"), help="the document whose tables are filled"
     )
     options = parser.parse_args(words)
     actions = {

@@ -1,4 +1,4 @@
-"""A step of each algorithm of docs/algorithms.md, on random rows of five groups."""
+"""A step of each algorithm of docs/use/algorithms.md, on random rows of five groups."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from headrace.trainer.learners.builtin import Actor
 ROW = re.compile(r"^\| ([^|]+) \| ((?:`[a-z_]+\.[a-z_]+=[^`]+` ?)+)\| [^|]+ \|$", re.MULTILINE)
 ALGORITHMS = {
     name: dict(word.split("=") for word in re.findall(r"`([^`]+)`", words))
-    for name, words in ROW.findall((ROOT / "docs" / "algorithms.md").read_text())
+    for name, words in ROW.findall((ROOT / "docs" / "use" / "algorithms.md").read_text())
 }
 ALGORITHMS["all shaping at once"] = {
     "algorithm.advantage": "reinforce_plus_plus",

@@ -26,12 +26,12 @@ from headrace.trainer import loop as trainer_loop
 from headrace.trainer.learners.base import open_learner
 from headrace.trainer.policy.model import LOADING
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "service.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "use" / "service.md"
 
 
 @pytest.fixture
 def documented_trainer(tmp_path: Path) -> str:
-    """The example of docs/service.md as a file."""
+    """The example of docs/use/service.md as a file."""
     file = tmp_path / "my_trainer.py"
     file.write_text(DOCUMENT.read_text().split("```python\n")[1].split("```")[0])
     return f"{file}:main"

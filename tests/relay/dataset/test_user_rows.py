@@ -142,7 +142,7 @@ def test_a_row_that_is_another_one_in_a_later_epoch_is_told(tmp_path: Path):
 @pytest.mark.extra
 def test_the_tasks_of_reasoning_gym_in_the_document_are_read_and_scored(tmp_path: Path):
     pytest.importorskip("reasoning_gym")
-    text = (ROOT / "docs" / "data.md").read_text()
+    text = (ROOT / "docs" / "use" / "data.md").read_text()
     (tmp_path / "legs.py").write_text(text[text.index("# legs.py") :].partition("```")[0])
     train, test = (open_rows(DataSettings(path=f"{tmp_path / 'legs.py'}:{name}")) for name in ("Train", "Test"))
     assert len(train) == 100_000 and len(test) == 100 and train[7] == train[7] != train[8]

@@ -21,7 +21,7 @@ STEPS, GROUPS, SAMPLES = 20, 32, 2
 
 @dataclass(frozen=True)
 class Job:
-    """Rollouts of four H800s and so many GPUs that train, as in docs/schedules.md; a step has a 32nd of the rows, so times are 32 times."""
+    """Rollouts of four H800s and so many GPUs that train, as in docs/develop/lab.md; a step has a 32nd of the rows, so times are 32 times."""
 
     rollouts: int
     gpus: int

@@ -8,7 +8,7 @@ from support.policies import random_prompts, tiny_policy
 
 from headrace.rollout import Engine, SamplingParams
 
-MANUAL = Path(__file__).resolve().parents[3] / "docs/generator.md"
+MANUAL = Path(__file__).resolve().parents[3] / "docs/use/generator.md"
 
 
 def test_the_example_of_the_manual_runs_as_printed(tmp_path, capsys):

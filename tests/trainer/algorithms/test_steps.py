@@ -1,4 +1,4 @@
-"""Every algorithm of docs/algorithms.md trains a step, and the step depends neither on arrival nor on the number of ranks."""
+"""Every algorithm of docs/use/algorithms.md trains a step, and the step depends neither on arrival nor on the number of ranks."""
 
 import json
 from pathlib import Path
