@@ -10,6 +10,7 @@ from headrace.comm.messages import (
     CheckpointRequested,
     DrainRequested,
     DropRows,
+    HeldRows,
     LeaseGrant,
     LeaseRequest,
     ListStoredRows,
@@ -17,11 +18,12 @@ from headrace.comm.messages import (
     RowDone,
     StepTrained,
     Stop,
+    StoredRows,
     TrainBatch,
     TrainingDone,
 )
 from headrace.relay.hub.loop import HubLoop
-from headrace.relay.hub.shutdown import RunEnd
+from headrace.relay.hub.shutdown import RunEnd, Shutdown
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import last_opened
 from headrace.relay.journal.records import RowStatus
@@ -140,6 +142,21 @@ def test_an_end_that_had_begun_goes_on(scene: Restart):
     scene.hub.context.commit(end.event())
     scene.restart()
     assert HubLoop(scene.hub, scene.join("hub")).step() == end
+
+
+@pytest.mark.parametrize(("incarnation", "num_returned"), [(1, 0), (2, 1)])
+def test_at_the_end_the_next_process_of_a_dead_rollout_does_not_answer_for_its_rows(
+    scene: Restart, incarnation: int, num_returned: int
+):
+    """A rollout that dies after `Stop` may be started again; it then reports that it holds nothing."""
+    (lease,) = scene.lease(request=FIRST + 1).leases
+    rows = [] if num_returned else [lease.group.row(sample) for sample in lease.samples]
+    hub = scene.join("hub")
+    scene.boxes["rollout-0"].send("hub", HeldRows(rows, [lease.attempt] * len(rows), incarnation))
+    scene.boxes["relay-0"].send("hub", StoredRows([], at_end=True))
+    summary = Shutdown(scene.hub, hub, 0.5).run(RunEnd("interrupted"))
+    assert (summary["accounting"]["in_flight"], summary["accounting"]["holds"]) == (2, True)
+    assert sum(isinstance(event, ev.Returned) for event in scene.events()) == num_returned
 
 
 def test_the_run_that_opened_a_journal_is_found_again(scene: Restart):
