@@ -13,7 +13,7 @@ from ...relay.dataset.rows import JsonLines
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
-from ..cores import Cores, cores_of, ignored_threads, usable_cores
+from ..cores import Cores, cores_of, ignored_threads, slow_type, usable_cores
 from ..placement import Placement, count_ranks, place_ranks, staging_gpu, visible_devices
 from .gpus import Gpus
 from .host_plan import HostShortage
@@ -101,6 +101,8 @@ class HostCheck:
         places = place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp)
         gpus = Gpus.of_this_host()
         warnings = [*ignored_threads(_cores_on(0, recipe, places, gpus))]
+        if not gpus.names and recipe.trainer.engine != "emulated":
+            warnings += slow_type(recipe.model.dtype)
         try:
             plan = MemoryPlan(recipe, _config_of(recipe), places, gpus, longest_prompt(recipe))
         except SettingError:
