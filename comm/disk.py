@@ -121,7 +121,8 @@ class AppendFile:
 class DiskReserve:
     """A file that holds room on the disk, for the last records of a run whose disk stays full."""
 
-    NAME, NUM_BYTES = "reserve", 1 << 20
+    NAME = "reserve"
+    NUM_BYTES = 1 << 20
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / self.NAME

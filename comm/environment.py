@@ -19,8 +19,9 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 GPU_PROCESSES = "HEADRACE_GPU_PROCESSES"
 """The number of the run's processes on the GPU of a supervisor's child."""
 
-RECIPE_KEY, SUMMARY_KEY = "headrace/recipe", "headrace/summary"
-"""Keys of the run's store whose values are signed with the run's secret, as entries of these names."""
+RECIPE_KEY = "headrace/recipe"
+SUMMARY_KEY = "headrace/summary"
+"""Keys of the store. The values of both are signed with the run's secret under these names."""
 
 RESOLVER_ENV = {"RES_OPTIONS": "timeout:1"}
 """A client of the store looks up the name of the address that it connects to. Where the name server does not answer, the

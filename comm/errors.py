@@ -13,8 +13,10 @@ HeadraceError
 └── MessageRefused                a message is malformed, foreign or forged
 """
 
-STORE_GONE_EXIT, STORE_LOST_EXIT = 69, 70
-"""Exit codes of a process that found no store where it should be, and of one whose connection to the store ended."""
+STORE_GONE_EXIT = 69
+"""Exit code of a process that found no store at the run's address."""
+STORE_LOST_EXIT = 70
+"""Exit code of a process whose connection to the store ended."""
 MEMORY_FULL_EXIT = 71
 """Exit code of a process that found its GPU full; the last line of its log has the bytes and the settings to change."""
 

@@ -326,7 +326,8 @@ class StoreFleet(Fleet):
 
         Time that this process itself was stopped (a debugger, a frozen container) does not count.
         """
-        patience_s, looked_at = 3 * self.settings.expiry_s, time.monotonic()
+        patience_s = 3 * self.settings.expiry_s
+        looked_at = time.monotonic()
         while not self._leaving.wait(self.settings.heartbeat_s):
             stopped_s = time.monotonic() - looked_at - self.settings.heartbeat_s
             looked_at += self.settings.heartbeat_s + stopped_s

@@ -33,8 +33,10 @@ _FLUSH_S = 10.0
 UNCONFIRMED_S = 15.0
 """Longest wait of a process that leaves for a hub that does not confirm its last messages."""
 _IDLE_S = 60.0
-_CONFIRM_S, _LOOK_S = 0.1, 0.3
-"""Seconds between two confirmations of the hub, and until a sender with unconfirmed messages looks for one."""
+_CONFIRM_S = 0.1
+"""Seconds between two confirmations of the hub."""
+_LOOK_S = 0.3
+"""Seconds after which a sender with unconfirmed messages looks for a confirmation."""
 HUB = "hub"
 """The inbox whose messages are confirmed."""
 _Inbox = queue.SimpleQueue[bytes | None]
@@ -165,7 +167,8 @@ class Mailbox:
         fresh = {sender: sequence for sender, sequence in seen.items() if self._confirmed.get(sender) != sequence}
         if fresh:
             self._mailboxes.confirm(fresh)
-        self._confirmed, self._confirmed_at = seen, threads.seconds()
+        self._confirmed = seen
+        self._confirmed_at = threads.seconds()
 
 
 class StoreMailboxes(Mailboxes):

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _GUARDED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -73,7 +74,8 @@ def kill_tree(pid: int, patience_s: float) -> list[int]:
 
     All are killed before it waits for any: otherwise a supervisor takes the end of its parent as a request to end in order.
     """
-    parents, tree = _parents(), [pid]
+    parents = _parents()
+    tree = [pid]
     for each in tree:  # it grows
         tree += [child for child, parent in parents.items() if parent == each]
     for each in tree:

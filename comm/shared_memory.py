@@ -122,12 +122,14 @@ class Segment:
             os.close(self._fd)
             self._fd = -1
             # A mapping holds a descriptor of its own, and a view holds the mapping.
-            self._slots, self._mapped_shape = [], (0, 0)
+            self._slots = []
+            self._mapped_shape = (0, 0)
             self._shape = self._shape.copy()
             self.words = self.words.copy()
 
     def _map(self) -> None:
-        stride, num_bytes = _round_up(self.slot_bytes), self.slot_bytes
+        stride = _round_up(self.slot_bytes)
+        num_bytes = self.slot_bytes
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         whole = np.frombuffer(
             mmap.mmap(self._fd, HEADER_BYTES + self.num_slots * stride, flags=flags),

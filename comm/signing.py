@@ -49,7 +49,8 @@ def sign_entry(secret: bytes, name: str, entry: bytes) -> bytes:
 
 def verify_entry(secret: bytes, name: str, signed: bytes) -> bytes:
     """The entry that a member wrote under `name`; raises `MessageRefused`."""
-    signature, entry = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+    signature = signed[:_SIGNATURE_BYTES]
+    entry = signed[_SIGNATURE_BYTES:]
     if not hmac.compare_digest(signature, hmac.digest(derive_key(secret, f"entry {name}"), entry, "sha256")):
         raise MessageRefused(f"wrong signature of {name}")
     return entry

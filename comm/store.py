@@ -40,7 +40,8 @@ from .links.host import join_address, listen, split_address
 from .waits import Wait, waiting
 
 _ADDRESS_KEY = "headrace/store"
-_ATTEMPT_S, _RETRY_S = 5.0, 0.1
+_ATTEMPT_S = 5.0
+_RETRY_S = 0.1
 _REFUSAL_KEY = "headrace/refusal"
 _FIND_S = _CLONE_S = 120.0
 _NO_VALUE = "headrace: no value"

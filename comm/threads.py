@@ -62,7 +62,8 @@ def new_semaphore(value: int) -> threading.Semaphore:
 def replaced_by(threads: Threads) -> Iterator[None]:
     """Within the body, all threads of this process come from `threads`."""
     global _present
-    before, _present = _present, threads
+    before = _present
+    _present = threads
     try:
         yield
     finally:

@@ -47,7 +47,8 @@ class Trace:
         if state == self._state and facts == self._facts:
             return
         self._end_state()
-        self._state, self._facts = state, facts
+        self._state = state
+        self._facts = facts
         failpoint(state, **facts)
 
     def now(self) -> float:

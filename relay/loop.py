@@ -66,7 +66,8 @@ def serve_rows(fleet: Fleet, recipe: Recipe, mailbox: Mailbox, unit: Unit) -> No
     """Carry out the hub's orders for the rows of a unit, until its `Stop`. Raises `PeerGone` if this process counts as dead."""
     storage = ReplicatedRows(fleet)
     keeper = QueueKeeper(Path(recipe.run.dir), storage, lambda answer: mailbox.send("hub", answer)).start()
-    started, reported = threads.seconds(), 0.0
+    started = threads.seconds()
+    reported = 0.0
     while True:
         envelope = mailbox.receive(REPORT_S)
         match envelope.message if envelope else None:

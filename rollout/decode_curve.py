@@ -8,8 +8,10 @@ import numpy as np
 MIN_STEPS = 50
 """Steps from which on the curve is used."""
 
-_NUM_RECENT, _OUTLIER = 9, 10.0
-"""A step is left out if it takes this many times the median of the latest ones: it was compiled or stopped, or its batch is new."""
+_NUM_RECENT = 9
+"""Steps of which the median is taken."""
+_OUTLIER = 10.0
+"""A step that takes more than this many times that median is left out: it was compiled or stopped, or its batch is new."""
 
 
 class DecodeCurve:
@@ -32,7 +34,8 @@ class DecodeCurve:
 
     def terms(self) -> tuple[float, float, float]:
         """Seconds of a step: fixed, for each trajectory, for each cached token. Zeros before `MIN_STEPS` steps."""
-        found, used = np.zeros(3), [0, 1, 2]
+        found = np.zeros(3)
+        used = [0, 1, 2]
         if self._gram[0, 0] < MIN_STEPS:
             used = []
         scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-30))  # the terms differ by orders of magnitude

@@ -144,7 +144,8 @@ class Episodes:
 
     def _on_reset(self, call: EnvironmentCall, ended: list[EndedEpisode]) -> Iterable[list[LeasedRow]]:
         """The rows of the prompt, once all of them are reset."""
-        held, start = call.key, self._starts.pop(call.number)
+        held = call.key
+        start = self._starts.pop(call.number)
         start.num_open -= 1
         if call.failure:
             ended.append(EndedEpisode(held, None, call.failure))

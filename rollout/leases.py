@@ -60,8 +60,10 @@ class LeasedRow:
         """The versions that drew a token of the finished response."""
         if self.completion is None:
             return set()
-        num_prompt, end = len(self.completion.prompt_ids), len(self.completion.token_ids)
-        versions, starts = [self.version], [0]
+        num_prompt = len(self.completion.prompt_ids)
+        end = len(self.completion.token_ids)
+        versions = [self.version]
+        starts = [0]
         for position, version in self.switches:
             versions.append(version)
             starts.append(position - num_prompt)
@@ -80,7 +82,9 @@ class LeasedRow:
         """Continue another holder's response: `versions` drew its first tokens, and this row's version draws the next."""
         pairs = zip((None, *versions), (*versions, self.version), strict=True)
         starts = [(num_prompt + at, new) for at, (old, new) in enumerate(pairs) if old != new]
-        self.version, self.switches, self.num_kept = starts[0][1], starts[1:], len(versions)
+        self.version = starts[0][1]
+        self.switches = starts[1:]
+        self.num_kept = len(versions)
 
 
 class HeldLeases:
@@ -123,7 +127,9 @@ class HeldLeases:
 
     def begin_version(self, version: int) -> None:
         """Reset the share after a change of weights, and forget an open request."""
-        self._is_asking, self._taken, self._evaluates = False, 0, False
+        self._is_asking = False
+        self._taken = 0
+        self._evaluates = False
 
     def drained(self) -> None:
         """Reset the share: nothing is held."""
@@ -164,7 +170,8 @@ class HeldLeases:
         if grant.version != version and not may_be_newer and not self._pacing.rules.mixes_versions:
             self._return(grant)
             return []
-        self._evaluates, self._window = grant.is_evaluation, grant.window or self._window
+        self._evaluates = grant.is_evaluation
+        self._window = grant.window or self._window
         self._taken += 0 if grant.is_evaluation else len(grant.leases)
         return [(lease, self._hold(lease, version)) for lease in grant.leases]
 
@@ -197,14 +204,16 @@ class HeldLeases:
             held = self.held.get(row_id.number)
             if held is not None and (held.version == version or self._pacing.rules.mixes_versions):
                 # The hub took this rollout for dead and then leased it its own row: generation continues.
-                held.attempt, held.claim_id = lease.attempt, 0
+                held.attempt = lease.attempt
+                held.claim_id = 0
             else:
                 fresh.append(LeasedRow(row_id, lease.attempt, version, row))
         self.held |= {held.row_id.number: held for held in fresh}
         return fresh
 
     def _return(self, grant: LeaseGrant, *, is_gone: bool = False) -> None:
-        groups, attempts = [lease.group for lease in grant.leases], [lease.attempt for lease in grant.leases]
+        groups = [lease.group for lease in grant.leases]
+        attempts = [lease.attempt for lease in grant.leases]
         self._mailbox.send("hub", LeaseReturn(groups, attempts, is_gone))
 
     def _send(self) -> None:

@@ -40,16 +40,21 @@ class LoadTotals:
 
     def step(self, generator: "Generator", clock: Clock, batch_bound: int) -> "list[Completion]":
         """A step of the generator; the curves take it in if it only decodes."""
-        only_decodes, started = not generator.num_waiting, clock.now()
-        num_running, kv_load = generator.num_running, generator.kv_load
+        only_decodes = not generator.num_waiting
+        started = clock.now()
+        num_running = generator.num_running
+        kv_load = generator.kv_load
         completions = generator.step()
         seconds = clock.now() - started
         if not only_decodes:  # those that were prefilled have decoded too
-            num_running, kv_load = generator.num_running + len(completions), max(kv_load, generator.kv_load)
+            num_running = generator.num_running + len(completions)
+            kv_load = max(kv_load, generator.kv_load)
         elif generator.num_running:
             self.decoded(num_running, kv_load, seconds, batch_bound)
-        self.num_steps, self.step_s = self.num_steps + 1, self.step_s + seconds
-        self.step_tokens, self.step_kv = self.step_tokens + num_running, self.step_kv + kv_load
+        self.num_steps = self.num_steps + 1
+        self.step_s = self.step_s + seconds
+        self.step_tokens = self.step_tokens + num_running
+        self.step_kv = self.step_kv + kv_load
         return completions
 
     def decoded(self, num_running: int, kv_load: int, seconds: float, batch_bound: int) -> None:

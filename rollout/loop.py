@@ -228,7 +228,8 @@ class Rollout:
 
     def _generate_from(self, rows: list[LeasedRow], data: dict[str, Any]) -> None:
         """Generate a sample for each of `rows`, of one group, from the prompt of a row of the data set."""
-        group, context = rows[0].row_id.group, self.generator.context
+        group = rows[0].row_id.group
+        context = self.generator.context
         try:
             tokens = self.generator.prompt_ids(data)
         except UnusablePrompt as error:
@@ -323,7 +324,8 @@ class Rollout:
         if now - self._totals.reported_at < self._recipe.repack.period_s / 2:
             return
         self._totals.reported_at = now
-        load, recomputed = self._totals.report(self.generator, self.migration), self.generator.num_recomputed
+        load = self._totals.report(self.generator, self.migration)
+        recomputed = self.generator.num_recomputed
         self._mailbox.send("hub", load)
         counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}
         self._trace.counters(**counters, recomputed=recomputed, **self._totals.counters(self.generator))

@@ -113,11 +113,14 @@ class PartialRows:
             response.logprobs.extend(part.logprobs)
             responses[part.trajectory_id] = response
             if response.attempt != held.attempt:
-                response.attempt, response.num_streamed, response.num_turns = held.attempt, 0, 0
+                response.attempt = held.attempt
+                response.num_streamed = 0
+                response.num_turns = 0
             num_turns = len(held.episode.observations) if held.episode else 0
             is_due = len(response.token_ids) - response.num_streamed >= min_new or num_turns > response.num_turns
             if is_due and not held.claim_id:
-                response.num_streamed, response.num_turns = len(response.token_ids), num_turns
+                response.num_streamed = len(response.token_ids)
+                response.num_turns = num_turns
                 rows.append(_streamed_row(held, part.stream, part.prompt_ids, response))
         self._responses = responses
         return rows

@@ -41,11 +41,14 @@ class FinishedRow:
 
     def __post_init__(self) -> None:
         if self.reward is not None and not abs(self.reward) <= LARGEST:  # so for NaN
-            self.reward, self.failure = None, self.failure or f"the reward is {self.reward}"
+            self.failure = self.failure or f"the reward is {self.reward}"
+            self.reward = None
 
     def report(self, storage_ids: list[str]) -> RowDone | SampleScored:
         """The message to the hub about the row, which these units have, or about the sample of an evaluation."""
-        held, done, versions = self.held, self.held.completion, self.held.drawn_by()
+        held = self.held
+        done = self.held.completion
+        versions = self.held.drawn_by()
         if held.row_id.is_evaluation:
             return self._sample_scored()
         return RowDone(
@@ -76,7 +79,8 @@ class FinishedRow:
         }
 
     def _sample_scored(self) -> SampleScored:
-        held, done = self.held, self.held.completion
+        held = self.held
+        done = self.held.completion
         return SampleScored(
             row=held.row_id,
             attempt=held.attempt,

@@ -47,7 +47,8 @@ class Scoring:
         """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
         for group in self._groups.complete() if self._groups is not None else []:
             self._rewards.submit(*group)
-        scored, self._scored = [*self._scored, *self._rewards.finished()], []
+        scored = [*self._scored, *self._rewards.finished()]
+        self._scored = []
         for each in scored:
             held: LeasedRow = each.key
             if self._leases.held.get(held.row_id.number) is not held:

@@ -35,7 +35,8 @@ class RolloutWeights:
         device: torch.device | None = None,
         lora: LoraSettings | None = None,
     ) -> None:
-        split, device = tensor_parallel or TensorParallel(), device or policy.device
+        split = tensor_parallel or TensorParallel()
+        device = device or policy.device
         self._content: _Whole | _Adapter
         if lora is None or not lora.rank:
             self._content = _Whole(policy, split, device)
@@ -109,7 +110,8 @@ class _Adapter:
         self._targets = target_layers(policy.model, settings.targets)
         self._scaling = settings.alpha / settings.rank
         self._splits = splits_for([f"{name}.weight" for name in self._targets], policy.config)
-        self._tensor_parallel, self._device = tensor_parallel, device
+        self._tensor_parallel = tensor_parallel
+        self._device = device
         self.layout = Layout.of(adapter_shapes(self._targets, settings.rank), torch.float32)
         self.buffer: np.ndarray = host_buffer(self.layout.num_bytes)
         policy.split(tensor_parallel)
@@ -127,7 +129,8 @@ class _Adapter:
         """Merge the adapter in `buffer`."""
         matrices = self.layout.views(torch.from_numpy(self.buffer).to(self._device))
         for name, layer in self._targets.items():
-            a, b = matrices[f"{name}.{A}"], matrices[f"{name}.{B}"]
+            a = matrices[f"{name}.{A}"]
+            b = matrices[f"{name}.{B}"]
             if self._tensor_parallel.size > 1 and (split := self._splits.get(f"{name}.weight")) is not None:
                 b, a = self._tensor_parallel.slice_factors(b, a, split)
             layer.weight.copy_(merged(self._base[name].to(self._device), a, b, self._scaling))

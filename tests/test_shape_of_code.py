@@ -57,6 +57,21 @@ def test_functions_are_short():
     assert sorted(lengths.values())[int(0.9 * len(lengths))] <= P90_FUNCTION_LINES
 
 
+def test_assignments_do_not_pack_unrelated_values():
+    """`a, b = x, y` saves a line and costs the reader; a swap is no packing."""
+    total, packed = 0, []
+    for path in SOURCES:
+        for node in ast.walk(TREES[path]):
+            if not isinstance(node, ast.Assign):
+                continue
+            total += 1
+            target, value = node.targets[0], node.value
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                is_swap = sorted(map(ast.unparse, target.elts)) == sorted(map(ast.unparse, value.elts))
+                packed += [] if is_swap else [f"{name_of(path)}:{node.lineno}"]
+    assert len(packed) <= 0.01 * total, packed
+
+
 def test_every_file_says_what_it_is_about_and_so_does_everything_public():
     for path in (*SOURCES, *TESTS):
         assert ast.get_docstring(TREES[path]), f"{path.relative_to(ROOT)} has no docstring at its head"

@@ -117,7 +117,8 @@ class ActorGroup:
         """The policy of `model.path` for training: with its adapter, sharded, its activations checkpointed if need be."""
         from .policy.model import load_policy  # with transformers, which emulated devices do not need
 
-        path, device = recipe.model.path, self.device
+        path = recipe.model.path
+        device = self.device
         policy = load_policy(path, "float32", device, shard=lambda policy: self._prepare(policy, recipe, adapter_base))
         num_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
         if wants_checkpointing(PolicySizes.of(policy.config.to_dict()), recipe, num_bytes):
@@ -154,9 +155,11 @@ class ActorGroup:
         if not self._is_connected:
             self.connect(HashStore())
         shards = self._settings.shard_ranks or self.size
-        sizes, names = ((self.size,), ("shard",))
+        sizes = (self.size,)
+        names = ("shard",)
         if shards < self.size:
-            sizes, names = ((self.size // shards, shards), ("replicate", "shard"))
+            sizes = (self.size // shards, shards)
+            names = ("replicate", "shard")
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         is_offloaded = self._settings.offload and self.device.type == "cuda"
         offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()

@@ -21,8 +21,12 @@ BUSY = 0.8
 LEAST_GAIN = 1.1
 USED = 0.9
 """Above this share of busy cores a host has nothing left to give."""
-WARM_UP_STEPS, TOLD_AFTER, LEAST_STEPS = 3, 10, 3
-"""First steps that do not count; counted steps until the advice is given, and the fewest for the one at the end."""
+WARM_UP_STEPS = 3
+"""First steps, which do not count."""
+TOLD_AFTER = 10
+"""Counted steps until the advice is given."""
+LEAST_STEPS = 3
+"""Fewest counted steps for the advice at the end of a run."""
 
 
 class Layout(NamedTuple):
@@ -70,7 +74,9 @@ def advise(layout: Layout, actor_busy: float, rollout_busy: float) -> Advice | N
 
 def _of_gpus(layout: Layout, actor_busy: float, rollout_busy: float) -> Iterator[tuple[float, str]]:
     """Seconds of a step, as a share of those now, with each other split of the ranks; then with more of the busy role."""
-    actors, rollouts, tp = layout.actors, layout.rollouts, layout.tp
+    actors = layout.actors
+    rollouts = layout.rollouts
+    tp = layout.tp
     toward_actors = actor_busy > rollout_busy
     for moved in range(tp, max(actors, rollouts), tp):
         new_actors, new_rollouts = (
@@ -88,7 +94,10 @@ def _of_gpus(layout: Layout, actor_busy: float, rollout_busy: float) -> Iterator
 
 def _of_cores(layout: Layout, actor_busy: float, rollout_busy: float) -> Iterator[tuple[float, str]]:
     """The same with each other number of threads, or with one more rollout for a small policy, while cores are free."""
-    actors, rollouts, cores, tp = layout.actors, layout.rollouts, layout.cores, layout.tp
+    actors = layout.actors
+    rollouts = layout.rollouts
+    cores = layout.cores
+    tp = layout.tp
     now = (layout.actor_threads, layout.rollout_threads)
     work = actor_busy * actors * now[0] + rollout_busy * rollouts * now[1]
     if work >= USED * cores:

@@ -187,16 +187,19 @@ class CheckpointWriter:
 
     def score(self, evaluation: Mapping[str, float]) -> None:
         """Note the metrics of an evaluation, which scores the checkpoint of its version if `checkpoint.best` is one of them."""
-        version, best = int(evaluation["eval/version"]), evaluation.get(self._settings.best)
+        version = int(evaluation["eval/version"])
+        best = evaluation.get(self._settings.best)
         if not self._is_lead or self._evaluated is None:
             return
         if best is not None:
             self._scores[version] = best
-        self._evaluated, self._has_scored = max(self._evaluated, version), False
+        self._evaluated = max(self._evaluated, version)
+        self._has_scored = False
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, for as long as its files grow."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         while thread is not None and thread.is_alive():
             self._wait_for(thread, self._num_bytes())
         self.check()
@@ -233,7 +236,8 @@ class CheckpointWriter:
         for step in sorted(step for step in list(self._scores) if step <= newest):
             self.folder.set_score(step, self._scores[step])
             del self._scores[step]
-        keep, best = self._settings.keep, bool(self._settings.best)
+        keep = self._settings.keep
+        best = bool(self._settings.best)
         self.folder.prune(newest, keep, keep_best=best, unscored_after=self._evaluated)
 
     def _on_failure(self, path: Path, error: Exception) -> None:

@@ -67,7 +67,8 @@ class _Reader(FileSystemReader):
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """DCP unpickles all bytes that it gets here. So they are read safely first and pickled again."""
-        safe, name = io.BytesIO(), read_item.dest_index.fqn
+        safe = io.BytesIO()
+        name = read_item.dest_index.fqn
         try:
             torch.save(torch.load(value, weights_only=True), safe)
         except pickle.UnpicklingError as error:

@@ -21,7 +21,8 @@ NEEDED = ("prompt_ids", "response_ids")
 def packed_hidden(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> Tensor:
     """Hidden states [R, hidden] that predict the response tokens."""
     # Autocast's cache would keep a half-precision copy of all weights until the end of the forward pass.
-    device, is_half = batch.token_ids.device.type, recipe.model.dtype == "bfloat16"
+    device = batch.token_ids.device.type
+    is_half = recipe.model.dtype == "bfloat16"
     with torch.autocast(device, torch.bfloat16, enabled=is_half and policy.exact is None, cache_enabled=False):
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
     return hidden[batch.predictors]
@@ -29,7 +30,8 @@ def packed_hidden(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> Tenso
 
 def packed_logprobs(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
-    hidden, half = packed_hidden(policy, batch, recipe), torch.bfloat16 if recipe.model.dtype == "bfloat16" else None
+    hidden = packed_hidden(policy, batch, recipe)
+    half = torch.bfloat16 if recipe.model.dtype == "bfloat16" else None
     return policy.token_logprobs(hidden, batch.targets, recipe.sampling.temperature or 1.0, half)
 
 

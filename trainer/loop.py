@@ -53,7 +53,8 @@ class Trainer:
     ) -> None:
         self.recipe = recipe
         self.run_dir = Path(recipe.run.dir)
-        self.fleet, self.incarnation = fleet, fleet.incarnation
+        self.fleet = fleet
+        self.incarnation = fleet.incarnation
         self.mailbox = fleet.open_mailbox(fleet.name)
         point = RestartPoint(fleet.incarnation, -1)
         continues = fleet.incarnation > 1 or recipe.run.resume == "auto"
@@ -91,7 +92,8 @@ class Trainer:
         """When the last step ended, or later by the time of a checkpoint since then."""
 
     def _open_stream(self) -> Stream:
-        tasks, recipe = [TRAIN], self.recipe
+        tasks = [TRAIN]
+        recipe = self.recipe
         if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference:
             tasks.append(REFERENCE.name)
         return ExperienceStream(
@@ -116,12 +118,14 @@ class Trainer:
         return chosen
 
     def _open_step_log(self) -> StepLog | None:
-        recipe, num_checkpoints = self.recipe, 0
+        recipe = self.recipe
+        num_checkpoints = 0
         if recipe.run.save_rows == "none":
             return None
         if recipe.run.save_rows == "recovery":
             num_checkpoints = min(recipe.checkpoint.keep, _CHECKPOINTS_WITH_ROWS)
-        ranks, deadline_s = (self.group.rank, self.group.size), recipe.comm.deadline_s
+        ranks = (self.group.rank, self.group.size)
+        deadline_s = recipe.comm.deadline_s
         return StepLog(self.run_dir, *ranks, deadline_s, self.run_id, num_checkpoints)
 
     def run(self) -> None:
@@ -144,7 +148,8 @@ class Trainer:
 
     def catch_up(self) -> bool:
         """Train the steps after the checkpoint again that the run has trained already; False if the run ends meanwhile."""
-        started, num = self.clock.now(), self.first_step - self.learner.version
+        started = self.clock.now()
+        num = self.first_step - self.learner.version
         if num:
             self.fleet.announce(**{TRAINS_AGAIN: "yes"})  # rollouts wait for the first version meanwhile
             with progress(self.learner.version, self.first_step, is_shown=self.group.is_lead) as step_done:
@@ -201,7 +206,8 @@ class Trainer:
         if self.recorder is not None:
             self.mailbox.send("hub", self.step_trained(step))
         metrics |= self.publish()
-        step_s, waited_s = self.clock.now() - started, self.waited_s
+        step_s = self.clock.now() - started
+        waited_s = self.waited_s
         if self.evaluates and step + 1 == self.recipe.run.steps:
             evaluation |= self.last_evaluations()
         self.metrics = metrics | fleet_metrics | evaluation
@@ -211,7 +217,8 @@ class Trainer:
 
     def checkpoint_if_due(self) -> None:
         """Begin a checkpoint every `checkpoint.every` steps, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one."""
-        every, is_late = self.recipe.checkpoint.every, 0.0
+        every = self.recipe.checkpoint.every
+        is_late = 0.0
         if every is None and self.has_state:
             is_late = float(time.monotonic() - self.checkpointed_at >= CHECKPOINT_PERIOD_S)
             is_late = self.group.all_reduce_max([is_late if self.group.is_lead else 0.0])[0]  # rank 0's clock counts
@@ -227,7 +234,8 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Copy the state of training, which a thread writes while training goes on."""
-        started, self.checkpointed_at = self.clock.now(), time.monotonic()
+        started = self.clock.now()
+        self.checkpointed_at = time.monotonic()
         self.trace.enter("checkpoint")
         best = self.recipe.checkpoint.best
         score = self.metrics.get(best)
@@ -364,7 +372,8 @@ class RunRecorder:
 
     def finish(self, export: str) -> None:
         """Send the hub the facts for the summary."""
-        elapsed_s, num = self.log.elapsed_s, len(self.rewards)
+        elapsed_s = self.log.elapsed_s
+        num = len(self.rewards)
         facts: dict[str, float | int | str] = {"export": export, "time_s": round(elapsed_s, 2)}
         facts["tokens_per_s"] = round(self.num_tokens / max(elapsed_s, 1e-9), 1)
         if tenth := min(max(3, num // 10), num):

@@ -11,12 +11,16 @@ from typing import Any
 from ..comm.errors import SettingError
 from ..comm.recipe import LoraSettings, Recipe
 
-CHUNK_BYTES, HOST_CHUNK_BYTES = 512 << 20, 4 << 20
-"""One chunk of logits on a GPU and on a host without one (`policy.head`)."""
+CHUNK_BYTES = 512 << 20
+"""One chunk of logits on a GPU (`policy.head`)."""
+HOST_CHUNK_BYTES = 4 << 20
+"""One chunk of logits on a host without a GPU."""
 PROCESS = "process"
 """The part of host memory that a process takes before it holds anything: Python, torch, and in trainer and rollout transformers."""
-TORCH_BYTES, TRANSFORMERS_BYTES = 0.155e9, 0.265e9
-"""Of such a process with the CPU build of torch, without the pages of its libraries' files, which all processes share."""
+TORCH_BYTES = 0.155e9
+"""Private memory of a process that has imported the CPU build of torch; the pages of library files are shared."""
+TRANSFORMERS_BYTES = 0.265e9
+"""The same for a process that has imported transformers too."""
 _HOLES = 0.4
 """Of what comes and goes, the share that the C library's heap takes beside it after some thirty steps; measured, without a GPU."""
 _PAGE_TOKENS = 64
@@ -73,10 +77,13 @@ class PolicySizes:
 
     @classmethod
     def _of(cls, config: Mapping[str, Any]) -> "PolicySizes":
-        family, hidden, layers = str(config["model_type"]), int(config["hidden_size"]), int(config["num_hidden_layers"])
+        family = str(config["model_type"])
+        hidden = int(config["hidden_size"])
+        layers = int(config["num_hidden_layers"])
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or hidden // heads
-        query, key_value = heads * head_dim, 2 * (config.get("num_key_value_heads") or heads) * head_dim
+        query = heads * head_dim
+        key_value = 2 * (config.get("num_key_value_heads") or heads) * head_dim
         experts = config.get("num_local_experts") or config.get("num_experts") or 1
         passed = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
         width = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
@@ -171,7 +178,8 @@ def actor_memory(
     """
     actors = recipe.roles.actor
     ranks = recipe.trainer.shard_ranks or actors
-    lora, moments = recipe.lora, _MOMENTS[recipe.optimizer.name]
+    lora = recipe.lora
+    moments = _MOMENTS[recipe.optimizer.name]
     adapted = [wide * high for wide, high in sizes.adapted(lora).values()] if lora.rank else []
     # Below an adapter, weights are in the type that the rollouts have, and nothing else of them is kept.
     base = (4 * sizes.num_parameters - (4 - _size(recipe)) * sizes.num_layers * sum(adapted)) / ranks
@@ -205,7 +213,9 @@ def _work(
     sizes: PolicySizes, recipe: Recipe, *, checkpointing: bool, on_gpu: bool, row_tokens: int | None, chunk: int
 ) -> dict[str, float]:
     """Of one rank of the trainer: what a micro-batch takes beside the states."""
-    is_half, is_sharded, lora = recipe.model.dtype == "bfloat16", _is_sharded(recipe), recipe.lora
+    is_half = recipe.model.dtype == "bfloat16"
+    is_sharded = _is_sharded(recipe)
+    lora = recipe.lora
     adapted = [wide * high for wide, high in sizes.adapted(lora).values()] if lora.rank else []
     work: dict[str, float] = {}
     if is_sharded:
@@ -247,7 +257,8 @@ def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gp
     row_tokens: tokens of the longest trajectory. Without a GPU a page takes memory from its first use on, and pages of ended
     trajectories are kept for their prompts.
     """
-    size, tp = _size(recipe), recipe.rollout.tp
+    size = _size(recipe)
+    tp = recipe.rollout.tp
     weights = (sizes.num_layers * sizes.layer_parameters / tp + sizes.other_parameters) * size
     token_bytes = sizes.num_layers * sizes.key_value * size / tp
     row = -(-row_tokens // _PAGE_TOKENS) * _PAGE_TOKENS * token_bytes
@@ -258,7 +269,8 @@ def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gp
         cache += cache + min(_KEPT_BYTES, rows * row)
     if recipe.generator.kv_gb is not None:
         cache = recipe.generator.kv_gb * 1e9 if on_gpu else min(cache, recipe.generator.kv_gb * 1e9)
-    device, host = {"weights": weights, "key-value cache": cache}, {PROCESS: TRANSFORMERS_BYTES}
+    device = {"weights": weights, "key-value cache": cache}
+    host = {PROCESS: TRANSFORMERS_BYTES}
     if recipe.lora.rank:
         adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora).values())
         base = sizes.num_layers * adapted * size / tp
@@ -290,7 +302,8 @@ def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | N
 
 def _micro_batch_tokens(recipe: Recipe, row_tokens: int | None) -> int:
     """Most tokens of a micro-batch: a trajectory is never cut, and a rank has at most its part of a step."""
-    longest, tokens = row_tokens or recipe.sampling.max_new_tokens, recipe.optimizer.micro_batch
+    longest = row_tokens or recipe.sampling.max_new_tokens
+    tokens = recipe.optimizer.micro_batch
     if row_tokens:
         rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
         tokens = min(tokens, -(-rows * row_tokens // recipe.roles.actor))
@@ -305,7 +318,8 @@ def _size(recipe: Recipe) -> int:
 def _linear(family: str, hidden: int, query: int, key: int, mlp: int) -> dict[str, tuple[int, int]]:
     """`PolicySizes.linear`; `mlp` is 0 where all of it is experts."""
     if family == "phi3":
-        inputs, gates = {"qkv_proj": (hidden, query + 2 * key)}, {"gate_up_proj": (hidden, 2 * mlp)}
+        inputs = {"qkv_proj": (hidden, query + 2 * key)}
+        gates = {"gate_up_proj": (hidden, 2 * mlp)}
     else:
         inputs = {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
         gates = {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp)}
@@ -314,7 +328,8 @@ def _linear(family: str, hidden: int, query: int, key: int, mlp: int) -> dict[st
 
 def _activations(sizes: PolicySizes, *, half: bool, checkpointing: bool, trained: bool) -> float:
     """Per token: what is kept for the backward pass, and the last layer's output and norm."""
-    layer, last = _layer_activations(sizes, half=half, trained=trained), 4 * 5 * sizes.hidden
+    layer = _layer_activations(sizes, half=half, trained=trained)
+    last = 4 * 5 * sizes.hidden
     if checkpointing:
         return 4 * sizes.num_layers * sizes.hidden + layer + last
     return sizes.num_layers * layer + last
@@ -329,7 +344,8 @@ def _layer_activations(sizes: PolicySizes, *, half: bool, trained: bool) -> floa
     """
     inputs = 2 * 5 * sizes.hidden if half else 4 * 2 * sizes.hidden
     size = 2 if half else 4
-    attention, mlp = size * (2 * sizes.query + sizes.key_value), (4 if sizes.routed else size) * 4 * sizes.mlp
+    attention = size * (2 * sizes.query + sizes.key_value)
+    mlp = (4 if sizes.routed else size) * 4 * sizes.mlp
     norms = (8 if trained else 4) * sizes.norms
     return norms + inputs + attention + mlp + 4 * sizes.routed
 

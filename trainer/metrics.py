@@ -55,7 +55,8 @@ class MetricsLog:
 class CutResponses:
     """Warns once of a run whose responses are nearly all cut at their longest length: such a policy cannot show its answers."""
 
-    SHARE, STEPS = 0.9, 5
+    SHARE = 0.9
+    STEPS = 5
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -75,7 +76,8 @@ class CutResponses:
 class TimeLeft:
     """How long the steps that are left will take, from the mean of the last ones. A run's first step is left out: it warms up."""
 
-    STEPS, LEAST_S = 8, 60.0
+    STEPS = 8
+    LEAST_S = 60.0
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -133,12 +135,14 @@ def evaluation_line(metrics: Mapping[str, Value]) -> str:
 
 def _cut_off(path: Path, step: int) -> float:
     """Remove the lines of steps that a resumed run repeats, and a last line without an end; returns the last time that stays."""
-    num_bytes, time_s = 0, 0.0
+    num_bytes = 0
+    time_s = 0.0
     if path.exists():
         with path.open("r+b") as file:
             for line in file:
                 if not line.endswith(b"\n") or (row := json.loads(line))["step"] >= step:
                     break
-                num_bytes, time_s = num_bytes + len(line), row["time_s"]
+                num_bytes = num_bytes + len(line)
+                time_s = row["time_s"]
             file.truncate(num_bytes)
     return time_s

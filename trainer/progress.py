@@ -20,7 +20,9 @@ def progress(first: int, end: int, *, is_shown: bool) -> Iterator[Callable[[], N
 
     A thread prints the lines, since one step may take long.
     """
-    started, done_s, is_over = time.monotonic(), list[float](), threading.Event()
+    started = time.monotonic()
+    done_s = list[float]()
+    is_over = threading.Event()
 
     def tell() -> None:
         """Waits for the end of the body."""

@@ -51,7 +51,8 @@ def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_ch
     is_checked: `latest` names a checkpoint that was checked when the run was prepared. A trainer that starts again passes over
     a damaged one, and trains more steps again.
     """
-    folder, newest = CheckpointFolder(run_dir), None
+    folder = CheckpointFolder(run_dir)
+    newest = None
     if learner.group.is_lead and num_trained >= 0:
         newest = folder.latest() if is_checked else folder.newest_usable()
     found = learner.group.all_reduce_max([-1.0 if newest is None else float(newest), float(num_trained)])
@@ -79,7 +80,8 @@ def train_again(learner: "Learner", run_dir: Path, step: int, num_parts: int = 1
 
     Each micro-batch is trained in `num_parts` parts, for a GPU that has no memory for a whole one. Raises `SettingError` if the rows are missing, or if another number of ranks trained them.
     """
-    saved, stats = StepReplay(run_dir, step, learner.group.rank), StepStats()
+    saved = StepReplay(run_dir, step, learner.group.rank)
+    stats = StepStats()
     saved.check_ranks(learner.group.size)
     fleet_metrics: dict[str, float] = {}
     with saved.same_threads():

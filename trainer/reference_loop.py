@@ -29,7 +29,8 @@ def run(fleet: Fleet, recipe: Recipe, compute: Callable[[Batch], list[np.ndarray
         device = default_device()
         policy = load_policy(recipe.model.path, "float32", device)
         compute = partial(response_logprobs, policy, device=device, recipe=recipe)
-    mailbox, storage = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
+    mailbox = fleet.open_mailbox(fleet.name)
+    storage = ReplicatedRows(fleet)
     stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=recipe.optimizer.micro_batch)
     for batch in stream.start():
         stream.put(batch, {"ref_logprobs": compute(batch)})

@@ -80,7 +80,8 @@ def _follow(recipe: Recipe, rank: int, steps: list[int], folder: str) -> None:
 
 def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator[dict[str, Any]]:
     """One rank of the replay: yields the metrics of each step. The ranks connect through a file in `folder`."""
-    num_ranks, device = recipe.roles.actor, default_device()
+    num_ranks = recipe.roles.actor
+    device = default_device()
     group = ActorGroup(rank, num_ranks, device, recipe.comm.deadline_s, recipe.trainer)
     if num_ranks > 1:
         if device.type == "cuda":
@@ -89,7 +90,8 @@ def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator
         group.connect(FileStore(f"{folder}/ranks", num_ranks))
     actor = Actor(recipe, group)
     for step in steps:
-        saved, stats = StepReplay(Path(recipe.run.dir), step, rank), StepStats()
+        saved = StepReplay(Path(recipe.run.dir), step, rank)
+        stats = StepStats()
         with saved.same_threads():
             for batch in saved.batches():
                 actor.accumulate(batch, stats)

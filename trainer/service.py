@@ -44,10 +44,12 @@ class TrainerService:
                 "roles.reference: this trainer has no reference policy; take a rank, or algorithm.kl_coef=0"
             )
         self.version = 0
-        self._resumed_at, self._waited_s = time.monotonic(), 0.0
+        self._resumed_at = time.monotonic()
+        self._waited_s = 0.0
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._storage = ReplicatedRows(fleet)
-        steps, deadline_s = range(recipe.run.steps), recipe.comm.deadline_s
+        steps = range(recipe.run.steps)
+        deadline_s = recipe.comm.deadline_s
         self._stream = ExperienceStream(self._mailbox, self._storage, [TRAIN], steps=steps, deadline_s=deadline_s)
         policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
         shapes = policy.weights()
@@ -84,7 +86,8 @@ class TrainerService:
         now = time.monotonic()
         busy_s = now - self._resumed_at - self._waited_s
         self._mailbox.send("hub", StepTrained(self.version, busy_s=busy_s, waited_s=self._waited_s))
-        self._resumed_at, self._waited_s = now, 0.0
+        self._resumed_at = now
+        self._waited_s = 0.0
         self.version += 1
         self._publish(weights)
 

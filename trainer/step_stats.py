@@ -80,8 +80,10 @@ class StepStats:
         self._add(staleness=batch.staleness[mask].sum())
         fresh = mask & batch.is_fresh
         if fresh.any():
-            ours, theirs = logprobs[fresh], batch.rollout_logprobs[fresh]
-            prob_diff, difference = (ours.exp() - theirs.exp()).abs(), (ours - theirs).clamp(max=MAX_LOG_RATIO)
+            ours = logprobs[fresh]
+            theirs = batch.rollout_logprobs[fresh]
+            prob_diff = (ours.exp() - theirs.exp()).abs()
+            difference = (ours - theirs).clamp(max=MAX_LOG_RATIO)
             self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
             self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
             self._update_max(prob_diff=prob_diff.max())
@@ -109,7 +111,8 @@ class StepStats:
         """Metrics of the data and of the loss, for a step that trained `version`."""
         rewards = torch.tensor([row.reward for row in self.rows])
         staleness = [version - row.version for row in self.rows]
-        s, n = self._sums, max(self._sums["tokens"], 1.0)
+        s = self._sums
+        n = max(self._sums["tokens"], 1.0)
         out: dict[str, float | dict[str, int]] = {
             "reward/mean": self.mean_reward,
             "reward/std": float(rewards.std(unbiased=False)),

@@ -24,7 +24,8 @@ def authenticate(
     """
     binding = b"" if tls is None else link.start_tls(tls, end, deadline_s)
     mine = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), dtype=np.uint8)
-    theirs, proof = np.empty(_NONCE_BYTES, np.uint8), np.empty(_PROOF_BYTES, np.uint8)
+    theirs = np.empty(_NONCE_BYTES, np.uint8)
+    proof = np.empty(_PROOF_BYTES, np.uint8)
     _exchange(link, end, mine, theirs, deadline_s)
     _exchange(link, end, _proof(secret, name, end, theirs, binding), proof, deadline_s)
     if not hmac.compare_digest(proof.tobytes(), _proof(secret, name, 1 - end, mine, binding).tobytes()):

@@ -167,13 +167,15 @@ _InterfaceAddress._fields_ = (
 
 def _local_addresses() -> Sequence[_LocalAddress]:
     """The addresses of this host, IPv4 first, without those of IPv6 that hold for one wire only."""
-    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_InterfaceAddress)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_InterfaceAddress)()
     if libc.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), "getifaddrs")
     found: list[_LocalAddress] = []
     entry = first
     while entry:
-        interface, entry = entry.contents, entry.contents.next
+        interface = entry.contents
+        entry = entry.contents.next
         address = _ip_text(interface.address.contents) if interface.address else ""
         if address:
             found.append(_LocalAddress(interface.name.decode(), address))

@@ -59,7 +59,8 @@ class StagedLink:
 
         Both ends call it. NCCL waits for the other end without a deadline, in a thread that is left behind if it has none.
         """
-        until, errors = time.monotonic() + deadline_s, list[Exception]()
+        until = time.monotonic() + deadline_s
+        errors = list[Exception]()
 
         def broadcast() -> None:
             try:
@@ -98,7 +99,8 @@ class StagedLink:
     def close(self) -> None:
         """End the control link and the group, with the broadcasts under way."""
         self._control_link.close()
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None and self.backend == "nccl":
             group.abort()
 
@@ -160,5 +162,6 @@ class StagedLink:
             if now > until:
                 raise LinkBroken(reason)
             if now + _LAST_BYTES_S < until and self._control_link.is_closed():
-                until, reason = now + _LAST_BYTES_S, "closed by the other end"
+                until = now + _LAST_BYTES_S
+                reason = "closed by the other end"
             time.sleep(_POLL_S)

@@ -2,7 +2,9 @@
 
 import msgspec
 
-_EPOCH_BITS, _PROMPT_BITS, _SAMPLE_BITS = 15, 36, 12
+_EPOCH_BITS = 15
+_PROMPT_BITS = 36
+_SAMPLE_BITS = 12
 _PARTIAL = "/partial"
 MAX_SAMPLES = 1 << _SAMPLE_BITS
 """Most samples of one group."""

@@ -70,7 +70,8 @@ class ArenaFile:
         """Fill a uint8 buffer from `offset` on; beyond the arena's end the buffer stays as it is."""
         view = into.data
         while len(view) and (num_bytes := os.preadv(self._fd, [view], offset)):
-            view, offset = view[num_bytes:], offset + num_bytes
+            view = view[num_bytes:]
+            offset = offset + num_bytes
 
     def close(self) -> None:
         """Close the descriptor; the last one frees the memory. Closing twice is allowed."""
@@ -113,7 +114,8 @@ class Arena(ArenaFile):
                 f"a storage unit of {self._capacity_bytes >> 20} MiB has no room for {num_bytes} bytes more: "
                 "lower queue.lead, or add relays"
             )
-        offset, self._end = self._end, self._end + size
+        offset = self._end
+        self._end = self._end + size
         self._high_water = max(self._high_water, self._end)
         return offset
 
@@ -138,7 +140,8 @@ class Arena(ArenaFile):
 
     def _give_back(self, start: int) -> None:
         """Return the pages behind `start` to the host; the file keeps its length, and they read as zeros."""
-        start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, os.fstat(self._fd).st_size
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = os.fstat(self._fd).st_size
         # Pages that the host does not take are kept for the next rows.
         with contextlib.suppress(OSError):
             if start < end:

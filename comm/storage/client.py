@@ -118,7 +118,8 @@ class StorageClient:
         """`get` for several rows at once. They share one buffer, which lives as long as any column of them."""
         names = None if columns is None else list(columns)
         rows: dict[str, dict[str, np.ndarray]] = {key: {} for key in keys}
-        pending, refused = list(rows), dict[str, list[int]]()
+        pending = list(rows)
+        refused = dict[str, list[int]]()
         with self._lock:
             while pending:
                 located = self._ask(Locate(pending, names, with_bytes=self._arena is None), Located).rows
@@ -133,7 +134,8 @@ class StorageClient:
                 for key, serials in wrong.items():
                     if refused.get(key) == serials:
                         raise WrongDigest(f"row {key} of unit {self.address}: the bytes do not match their digest")
-                refused, pending = wrong, list(wrong)
+                refused = wrong
+                pending = list(wrong)
         return rows
 
     def drop(self, keys: Iterable[str]) -> int:

@@ -26,7 +26,8 @@ class RowIndex:
     def add(self, key: str, block: Block, allocation: Allocation) -> list[Allocation]:
         """Add a block's columns to a row in place of those with the same names; returns what is free now."""
         names = {column.name for column in block.columns}
-        kept, freed = [(block, allocation)], []
+        kept = [(block, allocation)]
+        freed = []
         for held, held_allocation in self._rows.get(key, ()):
             if remaining := tuple(column for column in held.columns if column.name not in names):
                 kept.append((msgspec.structs.replace(held, columns=remaining), held_allocation))

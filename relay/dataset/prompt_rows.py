@@ -27,7 +27,8 @@ class PromptRows:
 
     def __getitem__(self, index: int, /) -> bytes:
         """A row; without a usable prompt it is as it was read, but never with another column's prompt."""
-        raw, settings = self._rows[index], self._settings
+        raw = self._rows[index]
+        settings = self._settings
         try:
             row = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -18,7 +18,8 @@ MAX_ROW_BYTES = 2 << 20
 """Most bytes of one row as JSON: it travels in a message."""
 MAX_NESTED = 100
 """Most lists and objects of one value one inside the other. Readers and writers of JSON fail near 1,000, at a depth of their own each."""
-_BYTE_ORDER_MARK, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BLANK = b" \t\r\n"
 _BLOCK_BYTES = 1 << 20
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
 """In the text of an object that has none of its own."""
@@ -41,8 +42,10 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._starts = path, array("q")
-        place, digest = 0, xxh3_64()
+        self._path = path
+        self._starts = array("q")
+        place = 0
+        digest = xxh3_64()
         try:
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
@@ -64,9 +67,11 @@ class JsonLines:
         return len(self._starts) - 1
 
     def __getitem__(self, index: int, /) -> bytes:
-        start, end = self._starts[index], self._starts[index + 1]
+        start = self._starts[index]
+        end = self._starts[index + 1]
         try:
-            line, stamp = os.pread(self._file, end - start, start), _stamp(self._file)
+            line = os.pread(self._file, end - start, start)
+            stamp = _stamp(self._file)
             if stamp != self._stamp:
                 self._check_bytes(stamp)
         except OSError as error:
@@ -75,7 +80,8 @@ class JsonLines:
 
     def _check_bytes(self, stamp: tuple[int, int]) -> None:
         """Accept a new stamp of the same bytes, as `touch` leaves it. Reads the file once."""
-        digest, place = xxh3_64(), 0
+        digest = xxh3_64()
+        place = 0
         while block := os.pread(self._file, _BLOCK_BYTES, place):
             digest.update(block)
             place += len(block)

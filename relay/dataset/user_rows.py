@@ -28,7 +28,8 @@ class UserRows:
 
     def __init__(self, path: str) -> None:
         file, _, name = path.partition(":")
-        self._path, self._file = path, Path(file)
+        self._path = path
+        self._file = Path(file)
         if not name.isidentifier():
             raise SettingError(f"data.path: {path} is not of the form FILE.py:NAME")
         if not self._file.is_file():
@@ -62,7 +63,8 @@ class UserRows:
             made = json.dumps(row, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise SettingError(f"data.path: {self._path}: {where} is not JSON: {error}") from error
-        before, self._digests[index] = self._digests[index], xxh3_64_intdigest(made)
+        before = self._digests[index]
+        self._digests[index] = xxh3_64_intdigest(made)
         if before not in (0, self._digests[index]):
             raise SettingError(f"data.path: {self._path}: {where} has changed; a row follows from its number alone")
         return made

@@ -163,7 +163,8 @@ class Dispatcher(Handler):
                 return None
             number = record.num_batches + 1
             refs = [ref for group in groups for ref in group.rows()]
-            rows, attempts = [ref.row for ref in refs], [ref.attempt for ref in refs]
+            rows = [ref.row for ref in refs]
+            attempts = [ref.attempt for ref in refs]
             self.context.commit(
                 ev.TaskHanded(task=task, number=number, consumer=consumer, rows=rows, attempts=attempts)
             )

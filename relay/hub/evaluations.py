@@ -104,12 +104,15 @@ class Evaluations(Handler):
     ) -> list[Lease]:
         """An equal part of the prompts that are left, at most as many as the holder has room for."""
         assert self.log.begun is not None
-        wanted, version = self.log.wanted(), self.log.begun.version
+        wanted = self.log.wanted()
+        version = self.log.begun.version
         room = max(1, request.num_groups * samples_per_prompt // self.log.begun.samples)
         leases: list[Lease] = []
         num_bytes = 0
         for group in wanted[: min(room, math.ceil(len(wanted) / prompts.num_shares))]:
-            samples, attempt, row = group.samples(RowStatus.WANTED), group.next_attempt, prompts.row(group.id)
+            samples = group.samples(RowStatus.WANTED)
+            attempt = group.next_attempt
+            row = prompts.row(group.id)
             if problem := row_problem(bytes(row)):
                 for row_id in group.row_ids(RowStatus.WANTED):
                     self._end(ev.Evaluated(row=row_id, failure=f"its row {problem}"))
@@ -124,7 +127,8 @@ class Evaluations(Handler):
         return leases
 
     def _on_scored(self, sender: str, scored: SampleScored) -> None:
-        row, begun = self.state.row(scored.row), self.log.begun
+        row = self.state.row(scored.row)
+        begun = self.log.begun
         if row is None or row.status is not RowStatus.LEASED or row.attempt != scored.attempt or begun is None:
             return  # the report is repeated, or another rollout has the sample by now
         failure = scored.failure or ("no reward" if scored.reward is None else "")

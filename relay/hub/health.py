@@ -90,14 +90,18 @@ class Health(Handler):
 
     def watch(self, has_rollouts: bool) -> None:
         """Count the time since the last step and since anything moved; `has_rollouts`: some rollout is there to work."""
-        state, now = self.state, self.seconds()
+        state = self.state
+        now = self.seconds()
         passed_s = min(max(0.0, now - self._watched_at), _TICK_S)
         self._watched_at = now
         if state.step != self._step or not self._next_alarm_s:
-            self._step, self._stepless_s = state.step, 0.0
+            self._step = state.step
+            self._stepless_s = 0.0
             self._next_alarm_s = max(FIRST_ALARM_S, _ALARM_STEPS * state.losses.step_s)
         if (mark := self._progress()) != self._mark:
-            self._mark, self._still_s, self._unmoved_s = mark, 0.0, 0.0
+            self._mark = mark
+            self._still_s = 0.0
+            self._unmoved_s = 0.0
         else:
             self._unmoved_s += passed_s
             self._still_s += passed_s * self._may_end(has_rollouts)
@@ -121,7 +125,8 @@ class Health(Handler):
     def _look_at_lost(self) -> None:
         lost = self.state.losses.lost
         if self._lost_step != self.state.step:
-            self._lost_step, self._lost_alarm = self.state.step, _LOST_ALARM * self.state.in_flight
+            self._lost_step = self.state.step
+            self._lost_alarm = _LOST_ALARM * self.state.in_flight
         if lost > self._lost_alarm:
             self._lost_alarm = 2 * lost
             say(f"alarm: {lost} rows were lost since step {self.state.step} began: {self.state.losses.loss}")
@@ -133,7 +138,8 @@ class Health(Handler):
 
     def _progress(self) -> tuple[object, ...]:
         """A value that changes whenever any part of the run makes progress, even by a single token."""
-        state, losses = self.state, self.state.losses
+        state = self.state
+        losses = self.state.losses
         ends = (losses.finished, losses.failed, losses.filtered, losses.evicted)
         evaluations = state.evaluations
         done = (evaluations.evaluated, evaluations.failed, state.num_restored, self.fleet_stats.tokens)

@@ -66,7 +66,8 @@ class Hub:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.context = HubContext(mailbox, state, journal, wall_clock)
-        self.mailbox, self.state = mailbox, state
+        self.mailbox = mailbox
+        self.state = state
         self.fleet_stats = FleetStats()
         self._actor_error = ""
         self._is_memory_full = False
@@ -157,7 +158,8 @@ class Hub:
 
     def _on_trainer_started(self, sender: str, message: TrainerStarted) -> None:
         """The trainer continues after the last step that the journal has; batches that it held for other tasks come back."""
-        state, error = self.state, self._actor_error
+        state = self.state
+        error = self._actor_error
         if message.incarnation > state.trainer_incarnation:
             self.on_process_death(sender, f"incarnation {message.incarnation - 1} is gone")
             restarted = ev.TrainerRestarted(

@@ -75,12 +75,14 @@ def run(
 
 def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     """The hub of a recipe, with its inbox, and its journal in the run folder."""
-    queue, tasks = recipe.queue, pipeline(recipe.queue, recipe.algorithm)
+    queue = recipe.queue
+    tasks = pipeline(recipe.queue, recipe.algorithm)
     mailbox = fleet.open_mailbox("hub")
     pool = open_prompts(recipe)
     check_journal_is_there(Path(recipe.run.dir), fleet.incarnation)
     state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
-    schedule, sampler = schedule_of(recipe), open_sampler(queue.sampler)
+    schedule = schedule_of(recipe)
+    sampler = open_sampler(queue.sampler)
     calls_s = (recipe.comm.deadline_s, recipe.reward.timeout_s, recipe.environment.timeout_s)
     micro_tokens = recipe.optimizer.micro_batch * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
@@ -166,7 +168,8 @@ class HubLoop:
         The hub before may have died before it sent its last decisions: grants are repeated, and the rows that units hold without
         need are dropped.
         """
-        state, living = self.hub.state, {member.name: member for member in self.fleet.members() if member.is_alive}
+        state = self.hub.state
+        living = {member.name: member for member in self.fleet.members() if member.is_alive}
         self.hub.context.relays |= {relay.name for relay in self.fleet.alive_members("relay")}
         stored = {unit for _, row in state.rows(RowStatus.READY) for unit in row.storage_ids}
         present = {storage_id_of(relay.name, relay.incarnation) for relay in self.fleet.alive_members("relay")}

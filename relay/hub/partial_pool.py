@@ -113,7 +113,8 @@ class PartialPool(Handler):
     def _on_streamed(self, sender: str, message: RowsStreamed) -> None:
         columns = (message.rows, message.attempts, message.versions, message.num_tokens)
         for row_id, attempt, version, num_tokens in zip(*columns, strict=True):
-            new, row = PartialRow(attempt, version, num_tokens, message.storage_ids), self.state.row(row_id)
+            new = PartialRow(attempt, version, num_tokens, message.storage_ids)
+            row = self.state.row(row_id)
             is_unfinished = row is not None and row.status in (RowStatus.LEASED, RowStatus.WANTED)
             if row is None or not is_unfinished or row.attempt != attempt:
                 self._drop(row_id, new)

@@ -55,7 +55,8 @@ def open_curriculum(recipe: Recipe) -> Curriculum | None:
 
 def open_prompts(recipe: Recipe) -> PromptSource:
     """The prompts that `data.*` describes, in the order of a run. Raises `SettingError`."""
-    settings, seed = recipe.data, recipe.run.seed
+    settings = recipe.data
+    seed = recipe.run.seed
     each = [open_rows(msgspec.structs.replace(settings, path=path)) for path in settings.paths]
     pools = [PromptPool(rows, shuffle=settings.shuffle, seed=seed) for rows in each]
     return pools[0] if len(pools) == 1 else MixedPrompts(pools, settings.weights or [len(rows) for rows in each], seed)

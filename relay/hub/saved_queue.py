@@ -80,7 +80,8 @@ class SavedQueue(Handler):
 
     def restore(self) -> None:
         """Have the rows read that were saved with the checkpoint from which the run continues; leases wait for them."""
-        self.context.awaits_queue, self._asked_at = True, self._clock()
+        self.context.awaits_queue = True
+        self._asked_at = self._clock()
         self.context.mailbox.send(KEEPER, RestoreQueue(self.state.checkpointed))
 
     def advance(self) -> None:
@@ -93,7 +94,8 @@ class SavedQueue(Handler):
             self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
-        self.context.awaits_queue, self._unread = False, self.state.checkpointed
+        self.context.awaits_queue = False
+        self._unread = self.state.checkpointed
         say(f"the saved queue was not read by {KEEPER} ({reason}); its rows are generated again")
 
     def _on_saved(self, _sender: str, message: QueueSaved) -> None:
@@ -102,7 +104,8 @@ class SavedQueue(Handler):
 
     def _on_restored(self, _sender: str, message: QueueRestored) -> None:
         """Take those rows that are still to be generated; the units drop the others."""
-        self.context.awaits_queue, self._unread = False, message.step if message.is_left else -1
+        self.context.awaits_queue = False
+        self._unread = message.step if message.is_left else -1
         self.context.relays |= {process_of(unit) for row in message.rows for unit in row.storage_ids}
         rows: dict[GroupId, list[SavedRow]] = {}
         for row in message.rows:
@@ -146,7 +149,8 @@ class SavedQueue(Handler):
                 needless.append(row)
         oldest = min((row.version for row in ready), default=0)
         if ready and not self._admission.may_lease(self.state, oldest, group or Group(group_id, 0, [])):
-            needless, ready = [*needless, *ready], []  # the bound of the staleness is lower than in the run before
+            needless = [*needless, *ready]
+            ready = []  # the bound of the staleness is lower than in the run before
         if ready or group is None:
             restored = ev.GroupRestored(
                 group=group_id, passed_over=0 if group else passed_over,

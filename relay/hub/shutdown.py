@@ -81,7 +81,9 @@ class Shutdown:
 
     def run(self, end: RunEnd) -> dict[str, Any]:
         """Stop all processes, count, write the last event; returns the summary."""
-        hub, gone, done = self.hub, {end.gone}, end.done
+        hub = self.hub
+        gone = {end.gone}
+        done = end.done
         self._status = end.status
         hub.context.is_leasing = False
         if hub.state.ending is None:
@@ -226,7 +228,8 @@ def names_by_host(members: Iterable[Member]) -> dict[str, list[str]]:
         by_host[member.host].append(member)
     named: dict[str, list[str]] = {}
     for there in by_host.values():
-        host_name, number = there[0].host_name, 1
+        host_name = there[0].host_name
+        number = 1
         while (title := host_name if number == 1 else f"{host_name} ({number})") in named:
             number += 1
         named[title] = sorted(member.name for member in there)
@@ -235,5 +238,6 @@ def names_by_host(members: Iterable[Member]) -> dict[str, list[str]]:
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     """Write `summary.json`; a reader never sees a part of it. On a full disk it waits a moment for room."""
-    path, text = run_dir / "summary.json", json.dumps(summary, indent=2) + "\n"
+    path = run_dir / "summary.json"
+    text = json.dumps(summary, indent=2) + "\n"
     when_writable(path, lambda: write_durably(path, text.encode()), SUMMARY_WAIT_S)

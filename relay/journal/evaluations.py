@@ -20,7 +20,8 @@ def begin_evaluation(event: ev.EvaluationBegun, log: EvaluationLog) -> None:
     assert event.number == log.num_begun, f"evaluation {event.number} after {log.num_begun}"
     assert not log.open or log.is_untouched, f"evaluation {log.num_begun - 1} is under way"
     log.asked -= log.open
-    log.begun, log.num_begun = event, log.num_begun + 1
+    log.begun = event
+    log.num_begun = log.num_begun + 1
     log.scores = {}
     ids = (GroupId.of_evaluation(event.number, index) for index in range(sum(event.num_prompts.values())))
     log.groups = {id_: Group(id_, index, _rows(event.samples)) for index, id_ in enumerate(ids)}
@@ -47,7 +48,8 @@ def evaluation_metrics(begun: ev.EvaluationBegun, scores: Mapping[RowId, ev.Eval
     avg@k is the mean over prompts of the mean reward of a prompt's samples; a sample without a score counts in `missing`
     alone, and a prompt with fewer than k scores does not count in pass@k.
     """
-    metrics, first = {"eval/version": float(begun.version)}, 0
+    metrics = {"eval/version": float(begun.version)}
+    first = 0
     for name, num_prompts in begun.num_prompts.items():
         by_prompt = [
             [

@@ -106,7 +106,8 @@ class Journal:
         except DiskFull as error:
             if self._reserve is None or self.full:
                 raise
-            self.full, self._file.deadline_s = str(error), _LAST_WAIT_S
+            self.full = str(error)
+            self._file.deadline_s = _LAST_WAIT_S
             self._reserve.release()
             self._file.append(line)
 
@@ -128,7 +129,8 @@ def replay(path: Path, note: Callable[[Event], None] = lambda event: None) -> Hu
 
     The account is checked after each trained step and at the end, since its cost grows with the length of the queue.
     """
-    state, number = HubState(), 0
+    state = HubState()
+    number = 0
     for number, event in read_events(path):
         try:
             apply(event, state)
@@ -204,7 +206,8 @@ def cut_after(path: Path, step: int, checkpoint: int | None, rest: Path) -> None
             new.unlink()
             raise
         checkpointed, evaluations = _true_beyond(path, step, checkpoint, last_line)
-        opened, before = last_opened(path), last_opened(new)
+        opened = last_opened(path)
+        before = last_opened(new)
         if opened is not None and before is not None and (evaluations or opened != before):
             # It has the newest facts of the data; evaluations that were under way at the cut are not leased any more.
             evaluations.insert(0, msgspec.structs.replace(opened, epoch=before.epoch + 1, run_id=""))

@@ -98,7 +98,9 @@ class Row:
 
     def reset(self) -> None:
         """The row has to be generated again; its next lease gives it another attempt."""
-        self.status, self.storage_ids, self.columns = RowStatus.WANTED, [], set()
+        self.status = RowStatus.WANTED
+        self.storage_ids = []
+        self.columns = set()
 
 
 @dataclass(slots=True)
@@ -190,7 +192,8 @@ class TaskRecord:
     def close(self, number: int, consumed: Iterable[RowId], missing: Iterable[RowId]) -> None:
         """End a batch: some rows are consumed, some are missing from the queue in this attempt, the rest comes back."""
         attempts = self.open_batches.pop(number).attempts
-        done, gone = set(consumed), set(missing)
+        done = set(consumed)
+        gone = set(missing)
         assert not done & gone and attempts.keys() >= done | gone
         self.consumed += len(done)
         self.dropped += len(gone)

@@ -35,12 +35,18 @@ def _change(event: ev.Event, state: HubState) -> None:
 @_change.register
 def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
-    state.epoch, state.samples_per_prompt, state.run_id = event.epoch, event.samples_per_prompt, event.run_id
-    state.hub_restarts, state.num_restored, state.checkpoint_after = 0, 0, -1
-    state.ending, state.ended = None, ""
+    state.epoch = event.epoch
+    state.samples_per_prompt = event.samples_per_prompt
+    state.run_id = event.run_id
+    state.hub_restarts = 0
+    state.num_restored = 0
+    state.checkpoint_after = -1
+    state.ending = None
+    state.ended = ""
     for forgotten in (state.in_training, state.lost_storage_ids, state.incarnations, state.grants, state.drained):
         forgotten.clear()  # the incarnations of a resumed run count from 1 again
-    state.trainer_incarnation, state.restarts_in_step = 1, 0
+    state.trainer_incarnation = 1
+    state.restarts_in_step = 0
     state.num_memory_deaths = 0
     for record in state.tasks.values():
         for number, batch in list(record.open_batches.items()):
@@ -79,7 +85,8 @@ def _(event: ev.Leased, state: HubState) -> None:
         row = group.rows[sample]
         assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
-        row.status, row.attempt = RowStatus.LEASED, event.attempt
+        row.status = RowStatus.LEASED
+        row.attempt = event.attempt
         row.version = event.version if event.oldest is None else event.oldest
         row.holder = event.holder
     state.evaluations.num_leased += len(event.samples) * event.group.is_evaluation
@@ -115,7 +122,8 @@ def _(event: ev.Moved, state: HubState) -> None:
         assert row is not None and row.status is RowStatus.LEASED, f"row {row_id} is not leased"
         assert row.holder == event.source, f"row {row_id} is held by {row.holder}"
         assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
-        row.holder, row.attempt = event.holder, attempt
+        row.holder = event.holder
+        row.attempt = attempt
     state.incarnations[event.holder] = event.request_id >> 32
     state.num_moved += len(event.rows) * (event.source != event.holder)
 
@@ -125,8 +133,12 @@ def _(event: ev.RowReady, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
     assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
-    row.status, row.storage_ids, row.version = RowStatus.READY, list(event.units), event.version
-    row.num_tokens, row.reward, row.num_versions = event.num_tokens, event.reward, event.num_versions
+    row.status = RowStatus.READY
+    row.storage_ids = list(event.units)
+    row.version = event.version
+    row.num_tokens = event.num_tokens
+    row.reward = event.reward
+    row.num_versions = event.num_versions
     state.losses.finished += 1
     state.window.row_ready()
     state.num_continued += event.num_kept > 0
@@ -167,7 +179,8 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
     if (group := state.groups.pop(event.group, None)) is None:
         return
     assert group.step is None, f"group {event.group} is handed out"
-    rows, ready = group.samples(RowStatus.WANTED, RowStatus.LEASED), group.row_ids(RowStatus.READY)
+    rows = group.samples(RowStatus.WANTED, RowStatus.LEASED)
+    ready = group.row_ids(RowStatus.READY)
     state.account.failed += len(rows)
     state.failures[event.reason] += len(rows)
     state.account.evicted += len(ready)
@@ -305,7 +318,8 @@ def _(event: ev.Trained, state: HubState) -> None:
         state.versions_per_trajectory.update(row.num_versions for row in rows)
     state.window.end_step(len(state.in_training), event.busy_s, event.waited_s)
     state.in_training.clear()
-    state.step, state.restarts_in_step = state.step + 1, 0
+    state.step = state.step + 1
+    state.restarts_in_step = 0
     state.losses = state.losses.next_step(event.t)
 
 
@@ -313,7 +327,8 @@ def _(event: ev.Trained, state: HubState) -> None:
 def _(event: ev.TrainerRestarted, state: HubState) -> None:
     """Groups that were handed out stay so: the next incarnation gets them again."""
     assert event.incarnation > state.trainer_incarnation, f"{event.incarnation} after {state.trainer_incarnation}"
-    state.trainer_incarnation, state.trainer_restarts = event.incarnation, state.trainer_restarts + 1
+    state.trainer_incarnation = event.incarnation
+    state.trainer_restarts = state.trainer_restarts + 1
     state.restarts_in_step += 1
     state.num_memory_deaths += event.is_memory_full
     state.window.open()
@@ -324,7 +339,8 @@ def _(event: ev.Published, state: HubState) -> None:
     if event.version > state.version:
         state.window.publish(steps_late=state.step - event.version)
     if event.version >= state.version:
-        state.version, state.digest = event.version, event.digest
+        state.version = event.version
+        state.digest = event.digest
 
 
 @_change.register

@@ -26,8 +26,10 @@ GAIN = 0.3
 """The part of a new measurement that counts, and of the spare groups that leave the margin."""
 TOLERANCE = 0.005
 """The share of a step for which the trainer may starve before the window grows."""
-_HEADROOM, _FADE = 1.08, 0.99
-"""The floor over a window that starved, and what is left of it after each step."""
+_HEADROOM = 1.08
+"""Factor by which the floor lies above a window that starved the trainer."""
+_FADE = 0.99
+"""Factor by which the floor shrinks with each step."""
 _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _PAUSE = 0.1
@@ -131,9 +133,11 @@ class Window:
         paused_s = self.elapsed_s - busy_s - waited_s
         if is_whole and paused_s <= _PAUSE * (busy_s + waited_s):
             self._learn(num_groups, busy_s, waited_s)
-        self.per_step, self.is_unusual = num_groups, False
+        self.per_step = num_groups
+        self.is_unusual = False
         self.elapsed_s = self.group_s = self.dry_s = self.silent_s = 0.0
-        self.least_ready, self.most_queued = math.inf, 0
+        self.least_ready = math.inf
+        self.most_queued = 0
 
     def row_ready(self) -> None:
         """A row became ready, or failed."""
@@ -156,7 +160,8 @@ class Window:
         return self.step_s > 0 and max(self.silent_s, self.now - self.ready_at) > _STALL * usual_s
 
     def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
-        was, before = self.limit, self.in_generation
+        was = self.limit
+        before = self.in_generation
         most = was + max(num_groups, _GROWTH * was)
         self.in_generation = min(_smoothed(before, self.group_s / busy_s), most)
         self.step_s = _smoothed(self.step_s, busy_s)

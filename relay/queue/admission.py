@@ -75,7 +75,8 @@ class Admission:
             return False
         if self.bound is None:
             return True
-        begun, oldest = Counter(state.queue.begun), version
+        begun = Counter(state.queue.begun)
+        oldest = version
         if group is not None:
             oldest = min([version, *(row.version for row in group.rows if row.status is RowStatus.READY)])
             begun[state.queue.version_of.get(group.id, version)] -= group.id in state.queue.version_of
@@ -88,7 +89,8 @@ class Admission:
         Where a sampler's choice makes others late, the most urgent group goes before it. The last one is the one that reaches
         `max_tokens`.
         """
-        places, begun = self.open_slots(state), Counter(state.queue.begun)
+        places = self.open_slots(state)
+        begun = Counter(state.queue.begun)
         urgent = {group.id: group for group in self._by_urgency(state)}
         chosen = urgent if self.sampler is None else self._sampled(self.sampler, state)
         out: list[Group] = []

@@ -49,7 +49,8 @@ def _micro_batches(items: Sequence[S], max_tokens: int) -> Iterator[list[S]]:
     for item in items:
         if part and size + item.num_tokens > max_tokens:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(item)
         size += item.num_tokens
     if part:

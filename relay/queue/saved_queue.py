@@ -35,7 +35,8 @@ UNIT_WAIT_S = 60.0
 """Longest wait for a storage unit that lives, when rows are read back."""
 _POLL_S = 0.05
 _ROWS_PER_PUT = 64
-_IDLE_S, _CLOSE_S = 60.0, 10.0
+_IDLE_S = 60.0
+_CLOSE_S = 10.0
 
 
 class SavedList(msgspec.Struct, frozen=True):

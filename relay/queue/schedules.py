@@ -57,5 +57,6 @@ SCHEDULES: dict[str, Schedule] = {
 
 def schedule_of(recipe: Recipe) -> Schedule:
     """The schedule that a recipe chooses, with its `rollout.max_age`."""
-    schedule, max_age = SCHEDULES[recipe.run.schedule], recipe.rollout.max_age
+    schedule = SCHEDULES[recipe.run.schedule]
+    max_age = recipe.rollout.max_age
     return schedule if max_age is None else replace(schedule, max_age=max_age)

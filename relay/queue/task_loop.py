@@ -23,7 +23,8 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     """Run the process until the hub ends the run."""
     tasks = {task.name: task for task in recipe.queue.tasks}
     functions = {name: load_object("queue.tasks", task.function) for name, task in tasks.items()}
-    mailbox, storage = fleet.open_mailbox(fleet.name), ReplicatedRows(fleet)
+    mailbox = fleet.open_mailbox(fleet.name)
+    storage = ReplicatedRows(fleet)
     stream = ExperienceStream(mailbox, storage, list(tasks)).start()
     for batch in stream:
         stream.put(batch, apply_task(tasks[batch.task], functions[batch.task], batch))

@@ -38,7 +38,8 @@ class CallerTeam(Protocol):
 class SingleRank:
     """Both teams, for a single rank."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def broadcast(self, message: Message | None) -> Message:
         assert message is not None

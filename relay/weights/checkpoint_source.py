@@ -29,7 +29,8 @@ class CheckpointSource:
         Raises `VersionNotAvailable` if the run has no checkpoint of it, `WrongDigest` if that is not what was published.
         """
         journal = self._run_dir / "journal.jsonl"
-        published, folders = None, {}
+        published = None
+        folders = {}
         for _, event in read_events(journal) if journal.exists() else ():
             if isinstance(event, Published) and event.version == version:
                 published = event

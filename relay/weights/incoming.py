@@ -86,7 +86,8 @@ class IncomingVersion:
         return len(self._right_parts) == self.offer.num_parts
 
     def bind(self, offer: "Offer") -> None:
-        self.offer, self.state = offer, IncomingState.ARRIVING
+        self.offer = offer
+        self.state = IncomingState.ARRIVING
         self.slot = replace(self.slot, version=offer.version)
 
     def set_upstream(self, offer: "Offer", upstream: str) -> int:
@@ -118,7 +119,8 @@ class IncomingVersion:
     def update_digest(self) -> None:
         """Digest the chunks that have arrived whole since the last call."""
         with self._hashing:
-            arrived, num_bytes = self.bytes_ready, self.offer.num_bytes
+            arrived = self.bytes_ready
+            num_bytes = self.offer.num_bytes
             while (start := len(self._chunks) * GRID_BYTES) < num_bytes:
                 if min(start + GRID_BYTES, num_bytes) > arrived:
                     break

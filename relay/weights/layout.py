@@ -47,9 +47,11 @@ class Entry:
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
         """(row, end of rows, byte, end of bytes) of each run of the tensor's rows [first, last) that this entry holds."""
-        row_bytes, at = self.num_bytes // max(1, self.shape[0] if self.shape else 1), self.offset
+        row_bytes = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
+        at = self.offset
         for start, end in self.rows:
-            low, high = max(first, start), min(last, end)
+            low = max(first, start)
+            high = min(last, end)
             if low < high:
                 yield low, high, at + (low - start) * row_bytes, at + (high - start) * row_bytes
             at += (end - start) * row_bytes
@@ -96,7 +98,8 @@ class Layout:
             if first != name:
                 aliases[name] = first
         splits = {name: split for name, split in (splits or {}).items() if tp > 1}
-        entries, offset = [], 0
+        entries = []
+        offset = 0
         for rank in (_SHARED, *range(tp if splits else 0)):
             for name in first_names.values():
                 if (name in splits) == (rank != _SHARED):
@@ -178,7 +181,8 @@ def num_rows(tensor: Tensor) -> int:
 def _entry(
     name: str, tensor: Tensor, dtype: torch.dtype, offset: int, split: TensorSplit | None, rank: int, tp: int
 ) -> Entry:
-    kind, shape = dtype if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape)
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    shape = tuple(tensor.shape)
     if split is None:
         return Entry(name, kind, shape, offset, ((0, num_rows(tensor)),))
     rows, columns = split.slice_for_rank(shape, rank, tp)

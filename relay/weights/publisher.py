@@ -112,12 +112,14 @@ class _Handover:
 
     def begin(self, version: int) -> PendingVersion:
         """A buffer to write the next version into: the slot reserved for it, else memory of this process."""
-        part, offer = self._part, self._part.offer(version, self.incarnation)
+        part = self._part
+        offer = self._part.offer(version, self.incarnation)
         with self._changed:
             if self.failure is not None:
                 raise self.failure
             assert not self.closed, "the publisher is closed"
-            superseded, self._waiting = self._waiting, None
+            superseded = self._waiting
+            self._waiting = None
             if superseded is not None and superseded.use is SlotUse.WRITTEN:
                 self._writing = replace(superseded, offer=offer)
                 return self._writing
@@ -138,7 +140,8 @@ class _Handover:
 
     def commit(self, pending: PendingVersion) -> None:
         with self._changed:
-            self._writing, self._waiting = None, pending
+            self._writing = None
+            self._waiting = pending
             self._changed.notify_all()
 
     def close(self, has_relay: Callable[[], bool]) -> None:
@@ -158,7 +161,8 @@ class _Handover:
             self._waiting = None
             if taken is not None and taken.use is SlotUse.NONE and (found := self._take_reservation()) is not None:
                 # The reserved slot goes to this version, so no other may be written there.
-                taken.reservation, taken.use = found[1], SlotUse.RESERVED
+                taken.reservation = found[1]
+                taken.use = SlotUse.RESERVED
             return taken, taken is not None or not self.closed
 
     def finish(self, previous: PendingVersion | None) -> None:
@@ -171,7 +175,9 @@ class _Handover:
 
     def fail(self, error: Exception) -> None:
         with self._changed:
-            self.failure, self._waiting, self._sending = error, None, None
+            self.failure = error
+            self._waiting = None
+            self._sending = None
             self._changed.notify_all()
 
     def is_obsolete(self, timeout_s: float = 0.0) -> bool:
@@ -182,7 +188,9 @@ class _Handover:
     def set_transport(self, transport: SharedMemoryPush | LinkPush | None) -> None:
         """Replace the transport; the one before it is closed, and its reservation is void."""
         with self._changed:
-            previous, self.transport, self._reservation = self.transport, transport, None
+            previous = self.transport
+            self.transport = transport
+            self._reservation = None
         if previous is not None:
             previous.close()
 
@@ -198,7 +206,9 @@ class _Handover:
             self._reservation = reservation
 
     def _take_reservation(self) -> tuple[SharedMemoryPush, SlotReserved] | None:
-        taken, self._reservation, transport = self._reservation, None, self.transport
+        taken = self._reservation
+        self._reservation = None
+        transport = self.transport
         if taken is not None and isinstance(transport, SharedMemoryPush) and transport.is_reserved(taken):
             return transport, taken
         return None
@@ -226,7 +236,8 @@ class _Sender:
             while is_open:
                 pending, is_open = self._handover.take()
                 if pending is not None:
-                    previous, self._last = self._last, self._push(pending)
+                    previous = self._last
+                    self._last = self._push(pending)
                     self._handover.finish(previous)
                 if is_open:
                     self._prepare()
@@ -286,7 +297,8 @@ class _Sender:
 
     def _relays(self) -> list[Member]:
         """The relays that may take a version, in the chain's order, those suspected dead last."""
-        relays, now = chain_order(self._fleet.alive_members("relay", having="segment")), time.monotonic()
+        relays = chain_order(self._fleet.alive_members("relay", having="segment"))
+        now = time.monotonic()
         return sorted(relays, key=lambda m: self._suspected_until.get((m.name, m.incarnation), now) > now)
 
     def _suspect(self, relay: Member) -> None:

@@ -65,7 +65,8 @@ class PendingVersion:
         """The version without its slot, in `memory` of this process; None if the bytes in its slot were overwritten."""
         if self.use is not SlotUse.WRITTEN:
             return replace(self, use=SlotUse.NONE, reservation=None)
-        expected, copy = self.digest(0), PendingVersion(self.offer, self.part, memory(self.part.num_bytes))
+        expected = self.digest(0)
+        copy = PendingVersion(self.offer, self.part, memory(self.part.num_bytes))
         np.copyto(copy.buffer, self.buffer)
         if copy.digest(0) == expected:
             return copy
@@ -145,7 +146,8 @@ class SharedMemoryPush:
     def _request(self, request: ReserveSlot | ShardWritten) -> SlotReserved | PushResult:
         """The answer. A relay that takes several times as long as its work counts as frozen, long before the fleet says so."""
         patience_s = ANSWER_S + READER_LOCK_S + 4 * self._byte_s * request.offer.num_bytes
-        identity, started = (self.relay.name, self.relay.incarnation), time.monotonic()
+        identity = (self.relay.name, self.relay.incarnation)
+        started = time.monotonic()
         with waiting(self.relay.name, f"its answer to {type(request).__name__}", patience_s):
             while identity in {(m.name, m.incarnation) for m in self._fleet.alive_members("relay")}:
                 if time.monotonic() - started > patience_s:

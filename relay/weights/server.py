@@ -111,7 +111,8 @@ class WeightServer:
     # ---------------------------------------------------------------------------------- pushes through shared memory
 
     def _reserve_slot(self, sender: str, request: ReserveSlot) -> None:
-        incoming, refusal = None, "this version or a newer one is here or on its way"
+        incoming = None
+        refusal = "this version or a newer one is here or on its way"
         try:
             if request.offer.version < 0:
                 incoming = self.version_store.reserve_slot(request.offer)
@@ -127,7 +128,8 @@ class WeightServer:
 
     def _check(self, sender: str, written: ShardWritten) -> None:
         """Check one part's digest; the last right part makes the version visible."""
-        offer, refusal = written.offer, ""
+        offer = written.offer
+        refusal = ""
         incoming = self.version_store.bind_reservation(offer, _PUSH, written.generation)
         if incoming is None:
             refusal = "the slot was taken back"

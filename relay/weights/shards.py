@@ -73,7 +73,8 @@ class WeightShard:
 
     def offer(self, version: int, incarnation: int) -> Offer:
         """The offer of this part of a version, which this incarnation of the trainer made."""
-        layout, spans = self.layout, () if self.num_parts == 1 else self.ranges.spans
+        layout = self.layout
+        spans = () if self.num_parts == 1 else self.ranges.spans
         offer = Offer(version, layout.num_bytes, layout.fingerprint, self.num_parts, self.index, spans)
         return msgspec.structs.replace(offer, incarnation=incarnation)
 

@@ -23,9 +23,14 @@ T = TypeVar("T")
 NUM_SLOTS = 3
 READER_LOCK_S = 2.0
 """Seconds that a writer waits for readers that lock all slots."""
-_LAYOUT, _NEWEST = 0, 1
-_FIRST_SLOT, _SLOT_WORDS = 8, 8
-_GENERATION, _VERSION, _DIGEST, _INCARNATION = 0, 1, 2, 4
+_LAYOUT = 0
+_NEWEST = 1
+_FIRST_SLOT = 8
+_SLOT_WORDS = 8
+_GENERATION = 0
+_VERSION = 1
+_DIGEST = 2
+_INCARNATION = 4
 
 
 class Receipt(NamedTuple):
@@ -97,7 +102,8 @@ class VersionSlots:
 
         With `force` it takes the oldest of those: its readers find their copies torn, and read again. `busy` slots are not taken.
         """
-        newest, indices = self.newest_stored(), range(self.segment.num_slots)
+        newest = self.newest_stored()
+        indices = range(self.segment.num_slots)
         stored = [self._stored(i) for i in indices]
         owned = [self.segment.try_lock(i, Lock.EXCLUSIVE) for i in indices]
         slot = choose_slot(
@@ -120,7 +126,8 @@ class VersionSlots:
         assert slot[_GENERATION] == write.generation, f"slot {write.slot} was taken over"
         words = int(digest, 16).to_bytes(16, "little")
         slot[_DIGEST : _DIGEST + 2] = np.frombuffer(words, dtype=np.int64)
-        slot[_VERSION], slot[_INCARNATION] = write.version, incarnation
+        slot[_VERSION] = write.version
+        slot[_INCARNATION] = incarnation
         slot[_GENERATION] = write.generation + 1
         newest = self.newest_stored()
         if newest is None or write.version > newest.version:
@@ -201,7 +208,8 @@ class VersionSlots:
     def _stored(self, index: int) -> StoredVersion | None:
         slot = self._slot(index)
         generation = int(slot[_GENERATION])
-        version, incarnation = int(slot[_VERSION]), int(slot[_INCARNATION])
+        version = int(slot[_VERSION])
+        incarnation = int(slot[_INCARNATION])
         digest = slot[_DIGEST : _DIGEST + 2].tobytes()
         if generation == 0 or generation % 2 or version < 0 or generation != int(slot[_GENERATION]):
             return None

@@ -109,7 +109,8 @@ class VersionStore:
         with self._changed:
             if incarnation <= self._trainer_incarnation:
                 return
-            self._trainer_incarnation, incoming = incarnation, self.incoming
+            self._trainer_incarnation = incarnation
+            incoming = self.incoming
             if incoming is not None and incoming.is_pushed and incoming.offer.incarnation < incarnation:
                 self._abandon()
 
@@ -126,7 +127,8 @@ class VersionStore:
                     raise LinkBroken("this relay ends")
                 if is_trainer(upstream):
                     self._check_incarnation(offer)
-                newest, incoming = self.slots.newest(), self.incoming
+                newest = self.slots.newest()
+                incoming = self.incoming
                 if newest is not None and newest >= offer.version:
                     return None
                 if incoming is not None and incoming.state is IncomingState.ARRIVING:
@@ -157,7 +159,8 @@ class VersionStore:
     def bind_reservation(self, offer: Offer, upstream: str, generation: int) -> IncomingVersion | None:
         """The incoming version in the slot of this generation, bound to the offer if it was reserved; None if it is gone."""
         with self._changed:
-            incoming, newest = self.incoming, self.slots.newest()
+            incoming = self.incoming
+            newest = self.slots.newest()
             if incoming is None or incoming.slot.generation != generation or not incoming.is_open:
                 return None
             if incoming.state is IncomingState.RESERVED:
@@ -215,7 +218,8 @@ class VersionStore:
         with self._changed:
             # Meanwhile the version may have been abandoned, or a part been found wrong that another upstream sent again.
             if incoming.state is IncomingState.ARRIVING and incoming.is_checked and whole:
-                incoming.digest, incoming.state = whole, IncomingState.COMPLETE
+                incoming.digest = whole
+                incoming.state = IncomingState.COMPLETE
                 self.slots.commit(incoming.slot, whole, incoming.offer.incarnation)
                 self._notify()
             return incoming.state is not IncomingState.ABANDONED
@@ -283,7 +287,8 @@ class VersionStore:
             return newer()
 
     def _find(self, above: int) -> IncomingVersion | StoredVersion | None:
-        incoming, newest = self.incoming, self.slots.newest_stored()
+        incoming = self.incoming
+        newest = self.slots.newest_stored()
         is_arriving = incoming is not None and incoming.state is IncomingState.ARRIVING
         if incoming is not None and is_arriving and incoming.offer.version > above:
             return incoming

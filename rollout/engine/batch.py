@@ -23,7 +23,8 @@ class DecodeBatch:
     """
 
     def __init__(self, pool: "PagePool", policy: "Policy") -> None:
-        self.vocab_size, self.device = policy.vocab_size, policy.device
+        self.vocab_size = policy.vocab_size
+        self.device = policy.device
         self.pool = pool
         self.max_pages = pool.pages_for(policy.context)
         self.sequences: list[Sequence] = []
@@ -65,7 +66,8 @@ class DecodeBatch:
             },
             self.device,
         )
-        self.tokens, self.num_drawn = columns["tokens"], columns["num_drawn"]
+        self.tokens = columns["tokens"]
+        self.num_drawn = columns["num_drawn"]
         self.at_refill = columns["positions"], columns["table"]
         self.sampling = SamplingBatch(params, columns)
         self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from .attention.cuda import TableAttention
     from .batch import DecodeBatch
 
-_NARROWEST, _WIDER = 1024, 4
-"""Tokens of the narrowest graph's rows; how many times wider the next ones are."""
+_NARROWEST = 1024
+"""Tokens of a row in the narrowest graph."""
+_WIDER = 4
+"""Each next graph is this many times wider."""
 
 
 class DecodeGraphs:
@@ -38,7 +40,10 @@ class DecodeGraphs:
         max_running: int,
         sample: "Callable[[Tensor, SamplingBatch, Tensor], Sample]" = sample,
     ) -> None:
-        self._forward, self._head, self._attention, self._sample = forward, head, attention, sample
+        self._forward = forward
+        self._head = head
+        self._attention = attention
+        self._sample = sample
         self._logits = logits
         device = logits.device
         self._sizes = [*(size for size in (1, 2, 4) if size < max_running), *range(8, max_running, 8), max_running]

@@ -82,14 +82,16 @@ class Engine:
         else:
             self.text = Text(tokenizer)
         check_device(policy.device)
-        self.policy, self.seed = policy, seed
+        self.policy = policy
+        self.seed = seed
         page_size = page_size or page_size_for(attention)
         self.runner = Runner(policy, max_running, exact)
         plan = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
         shape = (plan.num_pages, policy.num_kv_heads // policy.tensor_parallel.size, page_size, policy.head_dim)
         self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
         self.runner.use(self.cache, attention)
-        kept, in_ranges = plan.max_kept if prefix_cache else 0, self.runner.attention.name == "pool"
+        kept = plan.max_kept if prefix_cache else 0
+        in_ranges = self.runner.attention.name == "pool"
         self.pool = PagePool(plan.num_pages, page_size, kept, in_ranges)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope)
         self.batch = DecodeBatch(self.pool, policy)
@@ -162,7 +164,8 @@ class Engine:
     def step(self) -> list[Completion]:
         """Prefill waiting prompts, decode one token for every running sequence; returns the sequences that finished."""
         scheduler = self.scheduler
-        finished, self._finished_early = self._finished_early, []
+        finished = self._finished_early
+        self._finished_early = []
         if self._must_drain():
             finished += self._drain()
         scheduler.requeue_outdated()
@@ -314,7 +317,8 @@ class Engine:
         batch.advance(drawn.tokens)
         for sequence in batch.sequences:
             sequence.num_cached += 1
-        before, self._in_flight = self._in_flight, InFlightStep(batch.sequences, *drawn.to_host())
+        before = self._in_flight
+        self._in_flight = InFlightStep(batch.sequences, *drawn.to_host())
         if not self._is_async:
             return self._drain()
         return [] if before is None else self._read(before)
@@ -327,7 +331,8 @@ class Engine:
 
     def _drain(self) -> list[Completion]:
         """Read the launched step, if there is one."""
-        step, self._in_flight = self._in_flight, None
+        step = self._in_flight
+        self._in_flight = None
         return [] if step is None else self._read(step)
 
     def _read(self, step: InFlightStep) -> list[Completion]:
@@ -347,5 +352,6 @@ class Engine:
         for sequence in finished:
             self.scheduler.finish(sequence)
         if not self.scheduler.running:
-            self.batch.sequences, self._in_flight = [], None
+            self.batch.sequences = []
+            self._in_flight = None
         return [sequence.completion(self.text.decode(sequence)) for sequence in finished]

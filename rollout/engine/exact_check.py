@@ -30,7 +30,8 @@ def verify(policy: "Policy", completions: Iterable["Completion"]) -> None:
         tokens = torch.tensor(completion.prompt_ids + completion.token_ids, device=policy.device)
         hidden = policy.forward_packed(tokens[:-1], torch.tensor([0, len(tokens) - 1]))
         expected = policy.token_logprobs(hidden, tokens[1:])[0][len(completion.prompt_ids) - 1 :]
-        expected, found = expected.cpu(), torch.tensor(completion.logprobs)
+        expected = expected.cpu()
+        found = torch.tensor(completion.logprobs)
         if not torch.equal(found, expected):
             difference = (found - expected).abs().max().item()
             raise SettingError(

@@ -107,8 +107,10 @@ class PagePool:
         if (target < page) == is_shared:
             return page
         self._make_empty(target)
-        self._is_empty[target], self._is_empty[page] = False, True
-        self.num_owners[target], self.num_owners[page] = self.num_owners[page], 0
+        self._is_empty[target] = False
+        self._is_empty[page] = True
+        self.num_owners[target] = self.num_owners[page]
+        self.num_owners[page] = 0
         self.is_shared[target] = is_shared
         self._copy(page, target)
         return target
@@ -119,7 +121,8 @@ class PagePool:
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Copies to make now, in this order, as (source, target)."""
-        copies, self._copies = self._copies, []
+        copies = self._copies
+        self._copies = []
         return copies
 
     def pages_for(self, num_tokens: int) -> int:
@@ -161,12 +164,14 @@ class PagePool:
             return
         empty = np.flatnonzero(self._is_empty)
         place = int(empty[np.abs(empty - self.num_pages // 2).argmin()])
-        self._is_empty[page], self._is_empty[place] = True, False
+        self._is_empty[page] = True
+        self._is_empty[place] = False
         self._copy(page, place)
 
     def _copy(self, page: int, target: int) -> None:
         """Copy a page with the digest of its tokens."""
-        digest, self._digests[page] = self._digests[page], None
+        digest = self._digests[page]
+        self._digests[page] = None
         if digest is not None:
             self._set_digest(target, digest)
         self.copy(page, target)

@@ -35,7 +35,8 @@ class PrefixCache:
             return
         is_long = self._rope is not None and self._rope.is_long(len(group.tokens))
         chain = Chain(self._version, 0, b"long" if is_long else b"")
-        size, is_shared = self._pool.page_size, len(group.sequences) > 1
+        size = self._pool.page_size
+        is_shared = len(group.sequences) > 1
         while (chain.num_pages + 1) * size <= group.prefix_length and self._pool.num_free > num_reserved:
             following = self._following(chain, group.tokens)
             page = self._pool.find(following.digest, is_shared)
@@ -63,7 +64,8 @@ class PrefixCache:
         self._pool.forget()
 
     def _following(self, chain: Chain, tokens: list[int]) -> Chain:
-        size, number = self._pool.page_size, chain.num_pages
+        size = self._pool.page_size
+        number = chain.num_pages
         return Chain(chain.version, number + 1, digest(tokens[number * size : (number + 1) * size], chain.digest))
 
 

@@ -61,7 +61,8 @@ class Runner:
 
     def use(self, cache: "KVCache", attention: str) -> None:
         """Take the cache, and choose the back-end of decoding by its name in `generator.attention`."""
-        policy, tp = self.policy, self.policy.tensor_parallel.size
+        policy = self.policy
+        tp = self.policy.tensor_parallel.size
         self.cache = cache
         self.attention = choose(attention, policy, cache, self.exact)
         # Sums over ranks are not captured.
@@ -77,7 +78,8 @@ class Runner:
                 self._sample,
             )
         forward = "module" if self.forward is policy else "lean" if self.exact is None else "exact"
-        dtype, ranks = str(policy.dtype).removeprefix("torch."), f", tp {tp}" if tp > 1 else ""
+        dtype = str(policy.dtype).removeprefix("torch.")
+        ranks = f", tp {tp}" if tp > 1 else ""
         graphs = "" if self._graphs is None else ", CUDA graphs"
         self.description = (
             f"{forward} forward in {dtype} on {policy.device}{ranks}, attention '{self.attention.name}'{graphs}"

@@ -124,7 +124,8 @@ class SamplingBatch:
 
     def __init__(self, params: Sequence[SamplingParams], columns: Mapping[str, Tensor]) -> None:
         """columns: those of `sampling_columns`, on the device."""
-        self.keys, self.is_greedy = columns["keys"], columns["is_greedy"]
+        self.keys = columns["keys"]
+        self.is_greedy = columns["is_greedy"]
         self.has_greedy = any(p.temperature == 0 for p in params)
         self.has_random = any(p.temperature != 0 for p in params)
         self.scale = None if all(p.temperature in (0, 1) for p in params) else columns["scale"]

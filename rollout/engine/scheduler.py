@@ -63,7 +63,9 @@ class Scheduler:
         """
         sequence = group.sequences[0]
         if sequence.is_turn_over:
-            sequence.pages, sequence.num_cached, sequence.chain = group.pages, group.num_cached, group.chain
+            sequence.pages = group.pages
+            sequence.num_cached = group.num_cached
+            sequence.chain = group.chain
             self.paused.append(sequence)
             return
         group.digest = digest(group.tokens)
@@ -212,8 +214,12 @@ class Scheduler:
             group.num_dropped = sequence.num_cached
             self._release(sequence)
         num_cached = min(sequence.num_cached, group.prefix_length)  # a step behind a stop has cached its token too
-        group.pages, group.num_cached, group.chain = sequence.pages, num_cached, sequence.chain
-        sequence.pages, sequence.num_cached, sequence.chain = [], 0, None  # the group's, which may lose them
+        group.pages = sequence.pages
+        group.num_cached = num_cached
+        group.chain = sequence.chain
+        sequence.pages = []  # they are the group's now, which may lose them
+        sequence.num_cached = 0
+        sequence.chain = None
         self.waiting.append(group)
         return True
 
@@ -296,10 +302,12 @@ class Scheduler:
 
     def _fork(self, group: SequenceGroup) -> Sequence:
         sequence = group.sequences.pop(0)
-        sequence.num_cached, sequence.chain = group.prefix_length, group.chain
+        sequence.num_cached = group.prefix_length
+        sequence.chain = group.chain
         num_full, rest = divmod(group.prefix_length, self.pool.page_size)
         if not group.sequences:
-            sequence.pages, group.pages = group.pages, []
+            sequence.pages = group.pages
+            group.pages = []
             if len(sequence.pages) == num_full:
                 sequence.pages.append(self.pool.take())
             return sequence
@@ -318,7 +326,8 @@ class Scheduler:
         return sequence
 
     def _requeue(self, sequence: Sequence) -> None:
-        tokens, num_dropped = sequence.prompt_ids + sequence.token_ids, sequence.num_cached
+        tokens = sequence.prompt_ids + sequence.token_ids
+        num_dropped = sequence.num_cached
         self._release(sequence)
         self.waiting.appendleft(SequenceGroup([sequence], tokens, num_dropped=num_dropped))
 
@@ -340,11 +349,15 @@ class Scheduler:
     def _forget_prefix(self, group: SequenceGroup) -> None:
         self.pool.give_back(group.pages)
         group.num_dropped = max(group.num_dropped, group.num_cached)
-        group.pages, group.num_cached, group.chain = [], 0, None
+        group.pages = []
+        group.num_cached = 0
+        group.chain = None
 
     def _release(self, sequence: Sequence) -> None:
         tokens = sequence.prompt_ids + sequence.token_ids
         # A step whose token is not read yet may have cached one more.
         self.prefixes.register(sequence, tokens, min(sequence.num_cached, len(tokens)))
         self.pool.give_back(sequence.pages)
-        sequence.pages, sequence.num_cached, sequence.chain = [], 0, None
+        sequence.pages = []
+        sequence.num_cached = 0
+        sequence.chain = None

@@ -126,7 +126,8 @@ class Sequence:
         self.token_ids.extend(token_ids)
         self.logprobs.extend([0.0] * len(token_ids))
         if self.is_turn_over:
-            self.turn_start, self.finish_reason = len(self.token_ids), ""
+            self.turn_start = len(self.token_ids)
+            self.finish_reason = ""
 
     def completion(self, text: str) -> Completion:
         return Completion(self.trajectory_id, self.prompt_ids, self.token_ids, self.logprobs, self.finish_reason, text)
@@ -134,11 +135,14 @@ class Sequence:
     def restore(self, state: SequenceState) -> None:
         """Restore the state of another engine's sequence."""
         self.key = state.key
-        self.token_ids, self.logprobs = list(state.token_ids), list(state.logprobs)
-        self.turn_start, self.finish_reason = state.turn_start, "stop" if state.is_turn_over else ""
+        self.token_ids = list(state.token_ids)
+        self.logprobs = list(state.logprobs)
+        self.turn_start = state.turn_start
+        self.finish_reason = "stop" if state.is_turn_over else ""
 
     def export_state(self, cache: Tensor | None = None) -> SequenceState:
-        tokens, place = (self.prompt_ids, self.token_ids, self.logprobs), (self.turn_start, self.is_turn_over)
+        tokens = (self.prompt_ids, self.token_ids, self.logprobs)
+        place = (self.turn_start, self.is_turn_over)
         return SequenceState(self.trajectory_id, self.key, self.params, *tokens, cache, *place)
 
 

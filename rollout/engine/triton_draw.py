@@ -71,7 +71,8 @@ def _uniform(key, position):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sums_kernel(logits, scales, peaks, sums, best, vocab, num_blocks, BLOCK: tl.constexpr):
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")) * tl.load(scales + row)
     peak, total = _block_sum(x)
@@ -87,7 +88,8 @@ def _draw_kernel(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    blocks, offsets = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+    blocks = tl.arange(0, BLOCKS)
+    offsets = tl.arange(0, BLOCK)
     logits += row * vocab
     place = row * num_blocks
     peak_of, base, weights = _row_sum(peaks + place, sums + place, blocks, num_blocks)

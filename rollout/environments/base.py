@@ -76,7 +76,8 @@ class Episode:
     def end_turn(self, completion: str, token_ids: Sequence[int]) -> None:
         """Record a turn; `token_ids` are those of the whole response."""
         self.completions.append(completion)
-        self.num_tokens, self.last_token = len(token_ids), token_ids[-1] if token_ids else -1
+        self.num_tokens = len(token_ids)
+        self.last_token = token_ids[-1] if token_ids else -1
 
     def insert(self, observation: str | Messages, count: int) -> None:
         """Record the observation after the newest turn, which became `count` tokens of the response."""

@@ -46,7 +46,8 @@ class EnvironmentCall(UserCall):
         }  # fmt: skip
 
     def settle(self, answer: dict[str, Any]) -> "Sequence[EnvironmentCall]":
-        found, prompt = msgspec.convert(answer, _Answer), self.row["prompt"]
+        found = msgspec.convert(answer, _Answer)
+        prompt = self.row["prompt"]
         if found.error:
             self.failure = found.error
             return []
@@ -55,7 +56,8 @@ class EnvironmentCall(UserCall):
             step.check(is_chat=not isinstance(prompt, str))
         else:
             with_observation(prompt, step.observation)
-        self.step, self.state = step, found.state
+        self.step = step
+        self.state = found.state
         return []
 
 

@@ -53,7 +53,8 @@ def parse_calls(turn: str, names: Sequence[str], *, is_chat: bool) -> list[ToolC
 def _hermes_call(text: str) -> ToolCall:
     try:
         call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
+        name = call["name"]
+        arguments = call.get("arguments", {})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ToolCall("", {}, 'a tool call is JSON with "name" and "arguments"')
     if isinstance(arguments, str):  # some models write the arguments as JSON within JSON
@@ -97,7 +98,8 @@ class ToolEnvironment:
         self._is_chat = False
         self._reward = 0.0
         if owner is None or hasattr(owner, "restore"):
-            self.state, self.restore = self._state, self._restore
+            self.state = self._state
+            self.restore = self._restore
 
     async def reset(self, **row: Any) -> Any:
         self._is_chat = not isinstance(row["prompt"], str)
@@ -108,7 +110,8 @@ class ToolEnvironment:
         calls = parse_calls(completion, list(self._tools), is_chat=self._is_chat)
         # A policy may write half of a surrogate pair, which no tokenizer takes.
         results = [(each.name, (await self._result(each)).encode(errors="replace").decode()) for each in calls]
-        before, self._reward = self._reward, float(getattr(self._owner, "reward", 0.0))
+        before = self._reward
+        self._reward = float(getattr(self._owner, "reward", 0.0))
         gained = self._reward - before
         if not calls:
             return StepResult(reward=gained, done=True)
@@ -136,7 +139,8 @@ class ToolEnvironment:
             return json.dumps({"error": wanted.problem})
         if wanted.name not in self._tools:
             return json.dumps({"error": f"there is no tool {wanted.name!r}; there are {', '.join(self._tools)}"})
-        tool, arguments = self._tools[wanted.name], wanted.arguments
+        tool = self._tools[wanted.name]
+        arguments = wanted.arguments
         try:
             by_name = isinstance(arguments, dict)
             result = await (call(tool, **arguments) if by_name else call(tool, *arguments))

@@ -79,7 +79,8 @@ class Worker:
         await asyncio.gather(*self._closing)
 
     async def _advance(self, question: dict[str, Any]) -> dict[str, Any]:
-        key, num_turns = question["key"], len(question["completions"])
+        key = question["key"]
+        num_turns = len(question["completions"])
         mark = self._asked[key] = object()
         hosted = self._hosted.pop(key, None)
         if hosted is not None and hosted.num_steps != num_turns - 1:
@@ -99,7 +100,9 @@ class Worker:
 
     async def _made(self) -> Any:
         """A new environment. One whose constructor ends behind its deadline is closed then."""
-        loop, made, is_late = asyncio.get_running_loop(), list[Any](), False
+        loop = asyncio.get_running_loop()
+        made = list[Any]()
+        is_late = False
 
         def note(environment: Any) -> None:
             made.append(environment)
@@ -121,7 +124,8 @@ class Worker:
 
     async def _answered(self, environment: Any, question: dict[str, Any], *, is_new: bool) -> dict[str, Any]:
         """The answer of an environment, which is `is_new` or stands before the newest turn."""
-        row, completions = question["row"], question["completions"]
+        row = question["row"]
+        completions = question["completions"]
         step = StepResult()
         if is_new:
             step = StepResult(await self._limited(environment.reset, **row) or "")
@@ -242,7 +246,9 @@ class _Watchdog:
 
 async def serve(worker: Worker, channel: Channel, timeout_s: float) -> None:
     """Answer questions until their stream ends; then close the environments. The process ends with its abandoned threads."""
-    loop, reader, tasks = asyncio.get_running_loop(), ThreadPoolExecutor(1), set[asyncio.Task[None]]()
+    loop = asyncio.get_running_loop()
+    reader = ThreadPoolExecutor(1)
+    tasks = set[asyncio.Task[None]]()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
     _Watchdog(loop, timeout_s, channel.write).start()
 

@@ -87,7 +87,8 @@ class TransformersGenerator:
     def step(self) -> list[Completion]:
         """Generate the oldest request to its end, in a batch with others of the same parameters and limit."""
         first = self._queue[0]
-        params, limit = first.params, self._limit(first)
+        params = first.params
+        limit = self._limit(first)
         batch = [r for r in self._queue if r.params == params and self._limit(r) == limit][: self.max_running]
         chosen = {request.trajectory_id for request in batch}
         self._queue = [request for request in self._queue if request.trajectory_id not in chosen]
@@ -153,5 +154,6 @@ class TransformersGenerator:
         """Of each token of a response, under the policy at the temperature of sampling."""
         tokens = torch.tensor([request.prompt_ids + token_ids], device=self.policy.device)
         hidden = self.policy.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-        rows, targets = hidden[len(request.prompt_ids) - 1 : -1], tokens[0, len(request.prompt_ids) :]
+        rows = hidden[len(request.prompt_ids) - 1 : -1]
+        targets = tokens[0, len(request.prompt_ids) :]
         return self.policy.token_logprobs(rows, targets, request.params.temperature or 1.0)[0].tolist()

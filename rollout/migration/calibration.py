@@ -45,7 +45,8 @@ def calibrate(generator: "Generator", max_batch: int, clock: Clock = REAL_TIME) 
     curve: list[tuple[int, float]] = []
     batch = 0
     while batch < max_batch:
-        before, batch = batch, min(max(1, 2 * batch), max_batch)
+        before = batch
+        batch = min(max(1, 2 * batch), max_batch)
         generator.add_group(_prompt(generator, PROMPT_TOKENS), params, range(-before - 1, -batch - 1, -1))
         if (seconds := _step_s(generator, batch, clock)) is None:
             break

@@ -166,7 +166,8 @@ class Migration:
     # --------------------------------------------------------------------------------------------------- as the source
 
     def _on_migrate(self, order: MigrateOrder) -> None:
-        to, refusal = self._destination(order.to), ""
+        to = self._destination(order.to)
+        refusal = ""
         if self.profile is None:
             refusal = "unable"
         elif order.version != self._generator.weights.version:
@@ -183,7 +184,8 @@ class Migration:
 
         With `reward.batch=group` a group with a finished sample stays, since that one waits for the others.
         """
-        started, began = self._seconds(), self._trace.now()
+        started = self._seconds()
+        began = self._trace.now()
         staying = {x.row_id.group for x in self._leases.held.values() if x.completion} if self._keeps_groups else ()
         unfinished = (x.trajectory_id for x in self._generator.unfinished())
         live = [(number, self._leases.held[number]) for number in unfinished if number in self._leases.held]
@@ -196,7 +198,8 @@ class Migration:
         export_s = self._seconds() - started
         self._last_request_id += 1
         transfer = self._transfers.send(to, self._last_request_id, rows)
-        by_id, sent_at = {row.held.row_id: row for row in rows}, self._seconds()
+        by_id = {row.held.row_id: row for row in rows}
+        sent_at = self._seconds()
         self.pending[self._last_request_id] = PendingMove(
             order, to, by_id, transfer, with_cache, export_s, began, sent_at
         )

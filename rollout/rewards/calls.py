@@ -70,16 +70,19 @@ class RewardCall(UserCall):
         }
 
     def settle(self, answer: dict[str, Any]) -> "Sequence[RewardCall]":
-        items, found = self.items, msgspec.convert(answer, _Answer)
+        items = self.items
+        found = msgspec.convert(answer, _Answer)
         if found.error and not found.is_misuse and len(self.units) > 1:
             return [RewardCall([unit]) for unit in self.units]
         if found.error:
-            found.rewards, found.info = [None] * len(items), [_Info()] * len(items)
+            found.rewards = [None] * len(items)
+            found.info = [_Info()] * len(items)
         if not len(found.rewards) == len(found.info) == len(items):
             raise ValueError("an answer for other samples")
         for item, reward, info in zip(items, found.rewards, found.info, strict=True):
             is_usable = reward is not None and abs(reward) <= LARGEST  # not so for NaN
-            item.reward, item.info = reward if is_usable else None, msgspec.to_builtins(info)
+            item.reward = reward if is_usable else None
+            item.info = msgspec.to_builtins(info)
             item.failure = found.error or ("" if is_usable else f"the reward function returned {reward}")
         self.misuse = found.error if found.is_misuse else ""
         return []

@@ -138,9 +138,11 @@ class RewardFunction:
     def _scores(self, batch: dict[str, Any], results: list[tuple[Any, _Notes]]) -> Scores:
         num = len(batch["prompts"])
         if self._is_per_sample:
-            rewards, lengths = [result for result, _ in results], [1] * num
+            rewards = [result for result, _ in results]
+            lengths = [1] * num
         else:
-            rewards, lengths = self._listed(results[0][0], num), [num]
+            rewards = self._listed(results[0][0], num)
+            lengths = [num]
             self._check_length(len(rewards), num, "rewards")
         scores = Scores([], [], [])
         for (_, notes), length in zip(results, lengths, strict=True):
@@ -224,8 +226,8 @@ def _score_and_info(value: Any) -> tuple[float | None, Mapping[str, Any]]:
     if isinstance(value, dict):
         if "score" not in value:
             raise KeyError(f"a reward is a dict without 'score'; it has {', '.join(map(repr, value))}")
-        value, info = value["score"], {**value, **info}
-        del info["score"]
+        info = {name: entry for name, entry in {**value, **info}.items() if name != "score"}
+        value = value["score"]
     return (None if value is None else float(value)), info
 
 

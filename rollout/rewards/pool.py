@@ -20,7 +20,8 @@ MAX_BATCH = 64
 """Most samples of a call, unless one group has more."""
 MAX_ASYNC = 256
 """Most samples in open calls of async functions."""
-MOST_UNSCORED, FEWEST_PROMPTS = 64, 4
+MOST_UNSCORED = 64
+FEWEST_PROMPTS = 4
 UNSCORED = "the reward function returned None"
 
 

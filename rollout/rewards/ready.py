@@ -27,7 +27,8 @@ def gsm8k(solution_str: str, ground_truth: str | float) -> float:
     The ground truth is a number, or GSM8K's published answer, a worked solution that ends in `#### 72`. Equal values count, so
     `72.0` and `1,000` are `72` and `1000`.
     """
-    wanted, given = _last_number(_text(ground_truth)), _last_number(solution_str)
+    wanted = _last_number(_text(ground_truth))
+    given = _last_number(solution_str)
     if wanted is None:
         raise ValueError(f"the ground truth {str(ground_truth)[-60:]!r} has no number")
     return float(given == wanted)
@@ -43,11 +44,13 @@ def math(solution_str: str, ground_truth: str | float) -> float | None:
 
     wanted = _text(ground_truth).rpartition("####")[2].strip()
     if _SPACED.fullmatch(wanted):
-        wanted, solution_str = wanted.replace(" ", ""), _SPACE.sub("", solution_str)
+        wanted = wanted.replace(" ", "")
+        solution_str = _SPACE.sub("", solution_str)
     # Without signs around it LaTeX is read as its first number: `2\sqrt{3}` as 2.
     forms = [wanted] if _LATEX.search(wanted) else [f"${wanted}$", wanted]
     golds = [gold for form in forms if (gold := parse(form))]
-    golds, given = golds if _QUANTITY.fullmatch(wanted) else golds[:1], parse(solution_str)
+    golds = golds if _QUANTITY.fullmatch(wanted) else golds[:1]
+    given = parse(solution_str)
     return float(any(verify(gold, given) for gold in golds)) if golds else None
 
 

@@ -120,7 +120,9 @@ def run_python(
 
 def _command(isolation: _Isolation, program: Path, limits: dict[str, Any], calls: IO[bytes]) -> list[str]:
     """The command that becomes the program; `calls` is the file for the filter of system calls."""
-    uid, home, words = limits["uid"], limits["home"], json.dumps(limits)
+    uid = limits["uid"]
+    home = limits["home"]
+    words = json.dumps(limits)
     if isolation.bwrap:
         inside = [sys.executable, "-I", "-S", "-B", "-c", _INSIDE, words]
         own_files = ["--perms", "1777", "--size", str(limits["disk_mb"] << 20), "--tmpfs", home]
@@ -170,7 +172,8 @@ def _namespaces(uid: int) -> list[str]:
     if uid:
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:  # its own user, even if that is root, has no rights in the namespaces
-        own, group = os.getuid() or _NOBODY, os.getgid() or _NOBODY
+        own = os.getuid() or _NOBODY
+        group = os.getgid() or _NOBODY
         words += ["--unshare-user", "--uid", str(own), "--gid", str(group)]
     words += ["--ro-bind", "/", "/", "--dev", "/dev", "--remount-ro", "/dev"]
     return words + (_uncovered() if uid else [])

@@ -10,11 +10,21 @@ import platform
 import struct
 from typing import NamedTuple
 
-_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
-_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24
+_LOAD = 0x20
+_AND = 0x54
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_REFUSE = 0x00050001
+_KILL = 0x80000000
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST = 16
+_SECOND = 24
 """Where the filter finds the number of a call, its architecture, and the lower halves of its arguments."""
-_AF_UNIX, _SOCK_STREAM = 1, 1
+_AF_UNIX = 1
+_SOCK_STREAM = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
 _MODE_FILTER = 2

@@ -11,7 +11,8 @@ from .sandbox_program import become_program
 
 def main() -> None:
     """The arguments are the limits and the process that starts this one, at whose end the guardian kills the program."""
-    limits, parent = json.loads(sys.argv[1]), int(sys.argv[2])
+    limits = json.loads(sys.argv[1])
+    parent = int(sys.argv[2])
     fork_guarded(parent)
     with suppress(OSError):  # no filter for this machine: the caller has told of the weakness
         filter_calls()

@@ -20,7 +20,9 @@ def set_limits(bounds: dict[int, int]) -> None:
 
 def become_program(limits: dict[str, Any]) -> None:
     """Run `home/main.py` in place of this process, and tell the descriptor `ready` a moment before."""
-    home, uid, ready = limits["home"], limits["uid"], limits["ready"]
+    home = limits["home"]
+    uid = limits["uid"]
+    ready = limits["ready"]
     os.chdir(home)
     if uid:
         os.setgroups([])

@@ -52,11 +52,13 @@ class TensorParallelGroup:
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         fleet.announce(device=gpu)
         members, meeting = meet(fleet, _names(fleet.me, tp), deadline_s, having="device")
-        names, is_over = [member.name for member in members], threading.Event()
+        names = [member.name for member in members]
+        is_over = threading.Event()
         watch = threading.Thread(target=_watch, args=(fleet, members, is_over), name="replica watch", daemon=True)
         watch.start()
         with waiting(", ".join(names), "their process group", deadline_s), _naming(names):
-            rank, backend = names.index(fleet.name), _backend([member.info["device"] for member in members])
+            rank = names.index(fleet.name)
+            backend = _backend([member.info["device"] for member in members])
             group = fleet.open_group(meeting, rank, tp, backend, deadline_s, _GROUP_TIMEOUT)
             return TensorParallelGroup(group, names, is_over)
 
@@ -68,7 +70,8 @@ class TensorParallelGroup:
     def flush(self) -> None:
         """Rank 0: send the queued calls to the other ranks."""
         if self.size > 1:
-            calls, self._queued = self._queued, []
+            calls = self._queued
+            self._queued = []
             self._broadcast(encode(calls))
 
     def receive(self) -> list[Call]:

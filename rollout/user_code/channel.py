@@ -25,7 +25,8 @@ class Channel:
 
     def __init__(self, default: Callable[[Any], Any] | None = None) -> None:
         """default: makes JSON of other values in answers, as for `json.dumps`."""
-        self.settings, parent = json.loads(sys.argv[1]), int(sys.argv[2])
+        self.settings = json.loads(sys.argv[1])
+        parent = int(sys.argv[2])
         fork_guarded(parent)
         self.questions = os.fdopen(os.dup(0), encoding="utf-8")
         # A text may have half of a surrogate pair, which no row and no message takes.

@@ -26,11 +26,22 @@ from ...relay.dataset.rows import is_too_deep
 
 log = logging.getLogger(__name__)
 
-STARTUP_S, SILENCE_S, LATE_S, CLOSE_S, KILL_S, EXIT_GRACE_S = 60.0, 30.0, 1.0, 10.0, 30.0, 1.0
-"""Longest time until a process is ready, without a word of one that has beats (beside the section's `timeout_s`), from a call's deadline to the process's own word of that, until it has closed what
-it holds at the end of the run, until its guardian has ended it, and between the end of its output and its own."""
-BUSY_S, IDLE_S = 0.005, 0.02
-"""Longest wait of the thread at a time, with and without open calls."""
+STARTUP_S = 60.0
+"""Longest time until a process is ready."""
+SILENCE_S = 30.0
+"""Longest silence of a process that sends beats, beside the section's `timeout_s`."""
+LATE_S = 1.0
+"""From a call's deadline to the process's own report that the call is late."""
+CLOSE_S = 10.0
+"""Longest time that a process has at the end of the run to close what it holds."""
+KILL_S = 30.0
+"""Longest time until its guardian has ended it."""
+EXIT_GRACE_S = 1.0
+"""Longest time between the end of its output and its exit."""
+BUSY_S = 0.005
+"""Longest wait of the thread at a time while calls are open."""
+IDLE_S = 0.02
+"""Longest wait of the thread at a time without open calls."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -78,7 +89,10 @@ class UserCodeHost(Generic[C]):
         """Calls that wait for a process that is ready."""
         self.ready: dict[str, Any] | None = None
         """The first word of the present process, once it is there."""
-        self._kind, self._settings, self._done, self._take = kind, settings, done, take
+        self._kind = kind
+        self._settings = settings
+        self._done = done
+        self._take = take
         self._call_s = math.inf if has_beats else timeout_s
         self._silence_s = SILENCE_S + timeout_s if has_beats else math.inf
         self._close_s = min(timeout_s, CLOSE_S) if has_beats else 0.0
@@ -90,7 +104,8 @@ class UserCodeHost(Generic[C]):
         self._process: subprocess.Popen[bytes] | None = None
         self._last_id = 0
         self._heard_at = 0.0
-        self._unsent, self._unread = bytearray(), bytearray()
+        self._unsent = bytearray()
+        self._unread = bytearray()
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send something that has no answer to the present process."""
@@ -111,7 +126,8 @@ class UserCodeHost(Generic[C]):
             most = self._most_suspects if self.ready is not None else 1
             calls = iter([self._suspects.popleft() for _ in range(min(most, len(self._suspects)))])
         else:
-            waiting, self.waiting = self.waiting, deque[C]()
+            waiting = self.waiting
+            self.waiting = deque[C]()
             calls = chain(waiting, self._take(self, 0.0 if self.open or waiting else IDLE_S))
         for call in calls:
             if self.open and self.ready is None:
@@ -198,7 +214,8 @@ class UserCodeHost(Generic[C]):
             self._replace(f"the {self._kind} process wrote what is not an answer: {type(error).__name__}")
 
     def _hear(self, answer: dict[str, Any]) -> None:
-        number, error = answer["id"], answer.get("error", "")
+        number = answer["id"]
+        error = answer.get("error", "")
         if not isinstance(number, int) or not isinstance(error, str) or is_too_deep(answer):
             raise ValueError("not an answer")
         if number == 0:
@@ -226,7 +243,8 @@ class UserCodeHost(Generic[C]):
 
     def _replace(self, problem: str) -> None:
         """End the process: a call that was alone with it has failed; others are asked again."""
-        asked, self.open = self.open, {}
+        asked = self.open
+        self.open = {}
         is_innocent = self._is_innocent
         log.warning("%s: %s; %d calls were open", self.thread.name, problem, len(asked))
         self._end()
@@ -249,9 +267,12 @@ class UserCodeHost(Generic[C]):
 
     def _end(self, close_s: float = 0.0) -> None:
         """End the process, `close_s` after its input, and everything that it has started."""
-        process, self._process = self._process, None
-        self.ready, self._is_innocent = None, False
-        self._unsent, self._unread = bytearray(), bytearray()
+        process = self._process
+        self._process = None
+        self.ready = None
+        self._is_innocent = False
+        self._unsent = bytearray()
+        self._unread = bytearray()
         if process is None:
             return
         assert process.stdin is not None and process.stdout is not None

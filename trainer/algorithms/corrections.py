@@ -82,5 +82,6 @@ def left_trust_region(
     arXiv 2607.18722.
     """
     num_updates = batch.staleness.to(ratios.dtype) * updates_per_version + 1
-    lowest, highest = max(1 - settings.clip_low, 0.0) ** num_updates, (1 + settings.clip_high) ** num_updates
+    lowest = max(1 - settings.clip_low, 0.0) ** num_updates
+    highest = (1 + settings.clip_high) ** num_updates
     return torch.where(batch.advantages > 0, ratios > highest, (batch.advantages < 0) & (ratios < lowest))

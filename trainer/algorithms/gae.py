@@ -19,7 +19,8 @@ def generalized_advantages(
     r, v = (np.zeros((len(rewards), longest + 1)) for _ in range(2))
     for row, (reward, value) in enumerate(zip(rewards, values, strict=True)):
         start = longest - len(reward)
-        r[row, start:longest], v[row, start:longest] = reward, value
+        r[row, start:longest] = reward
+        v[row, start:longest] = value
     deltas = r[:, :-1] + gamma * v[:, 1:] - v[:, :-1]
     advantages = np.zeros_like(r)
     for t in range(longest - 1, -1, -1):

@@ -102,8 +102,10 @@ class Actor:
         if self.critic is not None:
             metrics |= self.critic.metrics()
         self.state.step += 1
-        self.batches, self.updates = [], []
-        update_s, self._update_s = self._update_s + time.monotonic() - started, 0.0
+        self.batches = []
+        self.updates = []
+        update_s = self._update_s + time.monotonic() - started
+        self._update_s = 0.0
         return metrics | {"timing_s/update_actor": update_s}
 
     def discard(self) -> None:
@@ -111,8 +113,11 @@ class Actor:
         if self.updates and self.group.is_lead:
             made = f"{len(self.updates)} of the {self._num_updates} updates of step {self.version + 1}"
             print(f"the weights have {made}, in which the run ends: a replay differs from them", flush=True)
-        self.batches, self.updates = [], []
-        self._num_groups, self._loss, self._weight = 0, 0.0, 0.0
+        self.batches = []
+        self.updates = []
+        self._num_groups = 0
+        self._loss = 0.0
+        self._weight = 0.0
         self.updater.discard()
         self.start.drop()
         if self.critic is not None:
@@ -185,7 +190,8 @@ class Actor:
             self.start.keep()
         loss, weight = self.group.all_reduce_sum([self._loss, self._weight])
         # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
-        scale, is_sound = self.group.size / max(weight, 1.0), math.isfinite(loss) and weight > 0
+        scale = self.group.size / max(weight, 1.0)
+        is_sound = math.isfinite(loss) and weight > 0
         update = self.updater.update(scale, self.lr(), is_sound=is_sound)
         if not update.is_applied and self.group.is_lead:
             cause = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {update.grad_norm}"

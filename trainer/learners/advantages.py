@@ -28,7 +28,8 @@ def add_advantages(batches: Sequence[Batch], recipe: Recipe, group: ActorGroup) 
     groups = [group for batch in batches for group in batch.row_batch.groups]
     if not groups:
         return
-    algorithm, estimator = recipe.algorithm, open_estimator(recipe.algorithm)
+    algorithm = recipe.algorithm
+    estimator = open_estimator(recipe.algorithm)
     rewards = _shaped_rewards([row for g in groups for row in g.rows()], rows, recipe, group)
     values = estimator.advantages(
         torch.tensor(list(rewards.values()), dtype=torch.float64), [len(g.samples) for g in groups]

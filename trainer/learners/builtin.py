@@ -54,7 +54,8 @@ class ActorLearner(Actor):
             self.group.reshard(self.policy)
             return found
         if self.reference is None:
-            path, group = self.recipe.model.path, self.group
+            path = self.recipe.model.path
+            group = self.group
             self.reference = load_policy(path, "float32", group.device, shard=group.shard)
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
@@ -67,7 +68,8 @@ class ActorLearner(Actor):
         # A checkpoint that was given up for want of room has left nothing.
         is_there = self._staged_version == self.version and (path / "hf").exists()
         if self.group.all_reduce_max([float(self.group.is_lead and not is_there)])[0]:
-            weights, deadline_s = self._whole_weights(), self.recipe.comm.deadline_s
+            weights = self._whole_weights()
+            deadline_s = self.recipe.comm.deadline_s
             when_writable(path, lambda: self._write_policy(path, weights), deadline_s)
         return str(path / "hf")
 

@@ -62,7 +62,9 @@ class Critic:
         if batch.values is None or batch.returns is None:  # a rank without rows takes part in the collectives
             (values * 0).sum().backward()
             return
-        old, returns, mask = batch.values, batch.returns, batch.mask
+        old = batch.values
+        returns = batch.returns
+        mask = batch.mask
         per_token, is_clipped = value_loss(values, old, returns, self._recipe.critic.clip_value)
         (per_token * mask).sum().backward()
         figures = {
@@ -85,8 +87,11 @@ class Critic:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the step that ends."""
-        s, n, updates = self._step_sums, max(self._step_sums["tokens"], 1.0), self._updates
-        returns, error = s["returns"] / n, s["errors"] / n
+        s = self._step_sums
+        n = max(self._step_sums["tokens"], 1.0)
+        updates = self._updates
+        returns = s["returns"] / n
+        error = s["errors"] / n
         variance = s["squared_returns"] / n - returns**2
         found = {
             "critic/vf_loss": s["loss"] / n,
@@ -98,13 +103,16 @@ class Critic:
             "critic/skipped_updates": float(sum(not update.is_applied for update in updates)),
             "critic/lr": self._lr,
         }
-        self._step_sums, self._updates = dict.fromkeys(_SUMS, 0.0), []
+        self._step_sums = dict.fromkeys(_SUMS, 0.0)
+        self._updates = []
         return found
 
     def discard(self) -> None:
         """Forget the gradients and figures of a step that is not finished."""
         self.updater.discard()
-        self._sums, self._step_sums, self._updates = dict.fromkeys(_SUMS, 0.0), dict.fromkeys(_SUMS, 0.0), []
+        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._step_sums = dict.fromkeys(_SUMS, 0.0)
+        self._updates = []
 
     def _values(self, batch: PackedBatch) -> Tensor:
         hidden = packed_hidden(self.model.policy, batch, self._recipe)

@@ -78,9 +78,11 @@ def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> flo
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / (settings.warmup_steps + 1)
-    name, options = settings.lr_schedule, {}
+    name = settings.lr_schedule
+    options = {}
     if name == "cosine" and settings.min_lr_ratio:
-        name, options = "cosine_with_min_lr", {"min_lr_rate": settings.min_lr_ratio}
+        name = "cosine_with_min_lr"
+        options = {"min_lr_rate": settings.min_lr_ratio}
     schedule = get_scheduler(
         name, SGD([torch.zeros(1)], lr=settings.lr), settings.warmup_steps, num_steps, scheduler_specific_kwargs=options
     )
@@ -90,7 +92,8 @@ def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> flo
 
 def open_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
     """AdamW over the parameters of `model`, without weight decay for norms and biases. Raises SettingError (`optimizer.name`)."""
-    decayed, others = [], []
+    decayed = []
+    others = []
     for name, parameter in (
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
     ):

@@ -18,9 +18,12 @@ from ...relay.checkpoints import share_by_umask, write_durably
 from .checkpoint_files import weights_digest
 from .lora import ALL_LINEAR, A, B, merged
 
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX, _SUFFIX = "base_model.model.", ".weight"
-"""Around the name of a matrix, which is `<layer>.lora_A` or `<layer>.lora_B`."""
+_WEIGHTS = "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."
+"""Before the name of a matrix, which is `<layer>.lora_A` or `<layer>.lora_B`."""
+_SUFFIX = ".weight"
+"""After the name of a matrix."""
 _BASE_DIGEST = "base_xxh3"
 """In the metadata of the weights, which other programs pass over."""
 _SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
@@ -104,7 +107,8 @@ def start_folder(recipe: Recipe) -> Path:
 
 def keep_start(recipe: Recipe) -> None:
     """Copy the adapter of `lora.path` into the run's folder, unless the run has begun and has it."""
-    source, copy = start_folder(recipe), _start_copy(recipe)
+    source = start_folder(recipe)
+    copy = _start_copy(recipe)
     if source != copy:
         copy.mkdir(exist_ok=True)
         for name in (_WEIGHTS, _CONFIG):
@@ -113,7 +117,8 @@ def keep_start(recipe: Recipe) -> None:
 
 def has_other_start(recipe: Recipe) -> bool:
     """Whether a run that has begun did so with another adapter than that of `lora.path`, or without; not if that one is gone."""
-    copy, source = _start_copy(recipe), Path(recipe.lora.path)
+    copy = _start_copy(recipe)
+    source = Path(recipe.lora.path)
     if not recipe.lora.path or not (copy / _CONFIG).exists():
         return bool(recipe.lora.path) != (copy / _CONFIG).exists()
     both = [(source / name, copy / name) for name in (_WEIGHTS, _CONFIG)]

@@ -68,7 +68,8 @@ def _dispatch(
     window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
     spec = AttentionSpec(scaling, window, softcap, s_aux)
     # Under autocast the rotation leaves query and key in fp32, for which a GPU has slow kernels only.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     out = attention(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec)
     return out.unsqueeze(0), None
 
@@ -133,14 +134,16 @@ class ChunkAttention:
     """Causal attention of the last tokens of several sequences over all their keys; both are packed one after the other."""
 
     def __init__(self, lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._lengths, self._key_lengths = list(lengths), list(key_lengths)
+        self._lengths = list(lengths)
+        self._key_lengths = list(key_lengths)
         starts = torch.tensor([[0, *lengths], [0, *key_lengths]], dtype=torch.int32).cumsum(1, dtype=torch.int32)
         self._starts, self._key_starts = starts.to(device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """query [T, heads, d], key and value [S, kv_heads, d] -> [T, heads, d]."""
         if takes_varlen(query.device.type, query.dtype, spec):
-            starts, longest = (self._starts, self._key_starts), (max(self._lengths), max(self._key_lengths))
+            starts = (self._starts, self._key_starts)
+            longest = (max(self._lengths), max(self._key_lengths))
             return varlen_attention(query, key, value, starts, longest, spec)
         outputs = []
         parts = (query.split(self._lengths), key.split(self._key_lengths), value.split(self._key_lengths))
@@ -178,7 +181,8 @@ def varlen_attention(
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention of the last `q` of `s` positions; query [B, heads, q, d], key and value [B, kv_heads, s, d]."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    num_queries = query.shape[2]
+    num_keys = key.shape[2]
     needs_band = spec.window is not None and num_keys > spec.window
     if spec.is_plain and num_queries == num_keys and not needs_band:
         if query.device.type == "cpu" and query.dtype == torch.bfloat16 and num_keys <= _SHORT:
@@ -223,7 +227,8 @@ class _ShortAttention(torch.autograd.Function):
 
 def _short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """query [B, heads, s, d], key and value [B, kv_heads, s, d]."""
-    heads, length = key.shape[1], key.shape[2]
+    heads = key.shape[1]
+    length = key.shape[2]
     out = _ShortAttention.apply(query.unflatten(1, (heads, -1)).flatten(2, 3), key, value, scale)
     assert isinstance(out, Tensor)
     return out.unflatten(2, (-1, length)).flatten(1, 2)
@@ -241,7 +246,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, sp
     groups = query.shape[1] // key.shape[1]
     is_grouped = groups > 1 and spec.is_plain and takes_groups(query.device.type)
     if not is_grouped:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
     if spec.is_plain:
         return F.scaled_dot_product_attention(query, key, value, sees, scale=spec.scale, enable_gqa=is_grouped)
     scores = torch.matmul(query, key.transpose(2, 3)) * spec.scale

@@ -19,7 +19,8 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 def find_checkpoint(path: str | Path) -> Path:
     """The folder of a checkpoint, downloaded from the Hub where `path` is an id; raises SettingError if there is none."""
-    folder, name = Path(path), str(path)
+    folder = Path(path)
+    name = str(path)
     if not path:
         raise SettingError("model.path is not set; it names the folder of a Hugging Face checkpoint")
     if folder.is_dir():
@@ -42,7 +43,8 @@ def find_checkpoint(path: str | Path) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, as its index names them; raises SettingError for a file that is not there."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -94,7 +94,8 @@ class LeanDecoder:
                 matrix.refresh()
 
     def _layer(self, index: int, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         qkv, gate_up = _inputs(attention, mlp, self.policy)
         # A bias that follows a sum over ranks is added by one of them.
         out_bias = attention.o_proj.bias if self.tensor_parallel.rank == 0 else None
@@ -115,7 +116,8 @@ class LeanDecoder:
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [T, hidden] after the last norm, as `Policy.forward` gives them."""
         hidden = F.embedding(token_ids, self._embedding)
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        cos = self._cos.index_select(0, positions)
+        sin = self._sin.index_select(0, positions)
         shape = (hidden.shape[-1],)
         num_heads = self._num_heads + 2 * self._num_kv_heads
         fused = attention if self._has_kernels and isinstance(attention, ProjectionAttention) else None
@@ -134,7 +136,8 @@ class LeanDecoder:
 
     def _split(self, qkv: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [T, heads, d] of a projection, which is overwritten."""
-        heads, rotated = self._num_heads, self._num_heads + self._num_kv_heads
+        heads = self._num_heads
+        rotated = self._num_heads + self._num_kv_heads
         if rule.query_norm is not None and rule.key_norm is not None:
             qkv[:, :heads] = F.rms_norm(qkv[:, :heads], rule.query_norm.shape, rule.query_norm, rule.eps)
             qkv[:, heads:rotated] = F.rms_norm(qkv[:, heads:rotated], rule.key_norm.shape, rule.key_norm, rule.eps)
@@ -204,7 +207,8 @@ class Head:
 
     def __call__(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Logits fp32 [B, vocab] of hidden states [B, hidden], written to `out`; in exact mode its length is a multiple of the operators' `rows`."""
-        softcap, count = self.policy.logit_softcap, len(hidden)
+        softcap = self.policy.logit_softcap
+        count = len(hidden)
         if self._exact is not None:
             self._exact.logits(hidden, self._weight, self._wide, out)
         elif hidden.device.type != "cpu" and hidden.dtype != torch.float32:

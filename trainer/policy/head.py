@@ -105,7 +105,9 @@ class _Gradients:
                 self.weight += _wide_product(narrow.t(), hidden)
 
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        head, weight, bias = self._head, self.weight, self.bias
+        head = self._head
+        weight = self.weight
+        bias = self.bias
         weight = None if weight is None else weight.to(head.weight.dtype)
         return self.hidden, weight, None if bias is None or head.bias is None else bias.to(head.bias.dtype)
 
@@ -132,7 +134,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, head: LogitsHead,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        operand, count = head.operand(weight), len(hidden)
+        operand = head.operand(weight)
+        count = len(hidden)
         found, entropy, normalizer = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))
         for rows in head.chunks(count):
             logits = head.scaled(head.products(head.operand(hidden[rows]), operand)).mul_(1 / temperature)
@@ -142,7 +145,8 @@ class _TokenLogprobs(torch.autograd.Function):
             normalizer[rows] = logits.gather(1, wanted)[:, 0] - found[rows]
             entropy[rows] = -torch.exp(logprobs, out=logits).mul_(logprobs).sum(-1)
         ctx.save_for_backward(hidden, targets, normalizer, entropy)
-        ctx.head, ctx.temperature = head, temperature
+        ctx.head = head
+        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return found, entropy
 

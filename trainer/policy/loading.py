@@ -112,7 +112,8 @@ def _renamed(
     model: PreTrainedModel, targets: Mapping[str, Tensor], tensors: Mapping[str, Any], folder: Path
 ) -> Iterator[tuple[str, Any]]:
     """The model's name of each tensor of the checkpoint, and the tensor; several become one where transformers joins them."""
-    transforms, prefix = get_model_conversion_mapping(model), model.base_model_prefix
+    transforms = get_model_conversion_mapping(model)
+    prefix = model.base_model_prefix
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}

@@ -19,8 +19,10 @@ from ...comm.errors import SettingError
 if TYPE_CHECKING:
     from ...comm.recipe import LoraSettings
 
-A, B = "lora_A", "lora_B"
-"""Names of the matrices [rank, in] and [out, rank] below the name of their layer, as peft has them."""
+A = "lora_A"
+"""Name of the matrix [rank, in] below the name of its layer, as in peft."""
+B = "lora_B"
+"""Name of the matrix [out, rank]."""
 ALL_LINEAR = "all-linear"
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -37,9 +39,12 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, a: Tensor, b: Tensor, scaling: float) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
-        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.lora_A = nn.Parameter(a)
+        self.lora_B = nn.Parameter(b)
         self.scaling = scaling
 
     def forward(self, input: Tensor, product: Product = F.linear) -> Tensor:
@@ -67,10 +72,12 @@ class _LowRankProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        grad, of_x = grads[0], None
+        grad = grads[0]
+        of_x = None
         if ctx.needs_input_grad[0]:
             of_x = grad @ merged(weight, a, b, ctx.scaling).to(grad.dtype)
-        rows, grad = x.flatten(0, -2), grad.flatten(0, -2)
+        rows = x.flatten(0, -2)
+        grad = grad.flatten(0, -2)
         of_a = ctx.scaling * (grad @ b.to(grad.dtype)).t() @ rows
         of_b = ctx.scaling * grad.t() @ (rows @ a.to(rows.dtype).t())
         return of_x, None, None, of_a.to(a.dtype), of_b.to(b.dtype), None, None
@@ -113,7 +120,8 @@ def add_adapter(
         bound = 1 / math.sqrt(layer.in_features)
         a.uniform_(-bound, bound, generator=random)  # `nn.init` does nothing while transformers makes another model
         if start is not None:
-            a, b = start[f"{name}.{A}"], start[f"{name}.{B}"]
+            a = start[f"{name}.{A}"]
+            b = start[f"{name}.{B}"]
         layer.weight.data = torch.empty_like(layer.weight, dtype=base_dtype)
         model.set_submodule(name, LoraLinear(layer, a, b, settings.alpha / settings.rank))
 

@@ -164,9 +164,11 @@ class Policy(nn.Module):
         return self._logits_head(dtype).token_logprobs(hidden, targets, temperature)
 
     def _logits_head(self, dtype: torch.dtype | None = None) -> LogitsHead:
-        head, exact = self.head, None
+        head = self.head
+        exact = None
         if self.exact is not None:
-            dtype, exact = self.exact.dtype, self.exact.operators
+            dtype = self.exact.dtype
+            exact = self.exact.operators
         elif not head.weight.is_cuda:
             dtype = torch.float32
         return LogitsHead(head.weight, head.bias, dtype or self.dtype, exact, self.logit_divisor, self.logit_softcap)

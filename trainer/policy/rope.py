@@ -48,7 +48,9 @@ class RopeRows:
         switch = self.switch
         if switch is None or max(lengths) <= switch:
             return None
-        tokens, sizes, results = [], [], []
+        tokens = []
+        sizes = []
+        results = []
         start = 0
         for length in lengths:
             for size, first in ((switch, 0), (length, switch)) if length > switch else ((length, 0),):
@@ -74,7 +76,8 @@ class LongRope(nn.Module):
         super().__init__()
         self._switch = switch
         compute = ROPE_INIT_FUNCTIONS["longrope"]
-        (short, scale), (long, _) = compute(config), compute(config, seq_len=switch + 1)
+        short, scale = compute(config)
+        long, _ = compute(config, seq_len=switch + 1)
         self._scale = scale
         self.register_buffer("_frequencies", torch.stack((short, long)), persistent=False)
 

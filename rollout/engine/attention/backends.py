@@ -60,7 +60,8 @@ def _exact(wanted: str, cache: "KVCache", operators: ExactOperators) -> DecodeAt
 
 def _abilities(policy: "Policy", cache: "KVCache") -> dict[str, bool]:
     """Whether each back-end can compute this policy's attention here, best first."""
-    has_softcap, sinks = getattr(policy.config, "attn_logit_softcapping", None) is not None, has_sinks(policy.config)
+    has_softcap = getattr(policy.config, "attn_logit_softcapping", None) is not None
+    sinks = has_sinks(policy.config)
     is_cuda = policy.device.type == "cuda"
     is_half = policy.dtype in (torch.bfloat16, torch.float16)
     takes_flash = is_cuda and is_half and policy.head_dim <= 256 and cache.page_size % FLASH_PAGE == 0

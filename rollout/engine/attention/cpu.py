@@ -56,12 +56,14 @@ class PoolAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         self.cache.write(layer, self.cache_rows, key, value)
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys = self.cache.keys[layer]
+        values = self.cache.values[layer]
         heads = (key.shape[1], query.shape[1] // key.shape[1])
         q = query.index_select(0, self._owner).unflatten(1, heads)
         out, lse = self._attend(q, keys[: self._num_low], values[: self._num_low], self._low_bias(rule, query), rule)
         if self._shared:
-            outs, lses = [out], [lse]
+            outs = [out]
+            lses = [lse]
             for run in self._shared:
                 q = query.index_select(0, run.sharers.flatten()).view(*run.sharers.shape, *heads, -1)
                 q = q.transpose(1, 2).flatten(2, 3)
@@ -70,7 +72,8 @@ class PoolAttention:
                 # [pages, places * group, kv_heads, d] becomes one part per page and place.
                 outs.append(more.reshape(-1, *out.shape[1:]))
                 lses.append(more_lse.reshape(-1, *lse.shape[1:]))
-            out, lse = torch.cat(outs), torch.cat(lses)
+            out = torch.cat(outs)
+            lse = torch.cat(lses)
         if self.is_exact:
             merged = merge_in_order(out, lse, self._parts)
         else:
@@ -127,9 +130,12 @@ class PoolAttention:
     def _plan_shared(self, batch: "DecodeBatch", parts: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> None:
         pages = batch.table[rows, cols]
         order = np.argsort(pages, kind="stable")
-        rows, cols, pages = rows[order], cols[order], pages[order]
+        rows = rows[order]
+        cols = cols[order]
+        pages = pages[order]
         place = np.arange(pages.size) - np.searchsorted(pages, pages)
-        first, num_parts = int(pages[0]), self._num_low
+        first = int(pages[0])
+        num_parts = self._num_low
         for start, stop in _runs(np.bincount(pages - first)):
             run = slice(*np.searchsorted(pages, (first + start, first + stop)))
             if run.start == run.stop:
@@ -155,7 +161,8 @@ class GatherAttention:
         self.cache = cache
 
     def prepare(self, batch: "DecodeBatch") -> None:
-        device, size = self.cache.keys[0].device, self.cache.page_size
+        device = self.cache.keys[0].device
+        size = self.cache.page_size
         self.cache_rows = self.cache.cache_rows(batch.slots())
         positions = torch.from_numpy(batch.positions).to(device)
         keys = torch.arange(int(batch.num_pages.max()) * size, device=device)
@@ -167,7 +174,9 @@ class GatherAttention:
         self.cache.write(layer, self.cache_rows, key, value)
         keys, values = (x.unflatten(0, (len(query), -1)) for x in self.cache.read(layer, self._every))
         sees = self._age >= 0 if rule.window is None else (self._age >= 0) & (self._age < rule.window)
-        q, k, v = query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)
+        q = query[:, :, None]
+        k = keys.transpose(1, 2)
+        v = values.transpose(1, 2)
         return masked_attention(q, k, v, sees[:, None, None, :], rule)[:, :, 0]
 
 

@@ -44,7 +44,8 @@ class TableAttention:
 
     def use(self, table: Tensor, lengths: Tensor) -> None:
         """Attend to these tokens from now on."""
-        self.table, self.lengths = table, lengths
+        self.table = table
+        self.lengths = lengths
         self._cache_rows: Tensor | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: "AttentionSpec") -> Tensor:
@@ -55,7 +56,8 @@ class TableAttention:
 
     def _rows_of_newest(self) -> Tensor:
         """Rows of the cache for the steps' own tokens; a row beyond its table takes its last page."""
-        page_size, positions = self.cache.page_size, self.lengths.long() - 1
+        page_size = self.cache.page_size
+        positions = self.lengths.long() - 1
         columns = (positions // page_size).clamp_(max=self.table.shape[1] - 1)
         pages = self.table.gather(1, columns[:, None])[:, 0].long()
         return self.cache.cache_rows(pages * page_size + positions % page_size)
@@ -64,7 +66,8 @@ class TableAttention:
         """See `ProjectionAttention`; a decoder calls it where Triton is installed."""
         from ....trainer.policy.kernels.heads import store_heads
 
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys = self.cache.keys[layer]
+        values = self.cache.values[layer]
         query = store_heads(qkv, heads, (keys, values), self.table, self.lengths)
         return self.attend(query, keys, values, rule)
 

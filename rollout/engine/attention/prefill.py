@@ -27,13 +27,15 @@ class PrefillAttention:
         self._num_fresh = sum(run.stop for run in fresh)
         self._continued = None
         if continued:
-            lengths, key_lengths = [run.stop - run.start for run in continued], [run.stop for run in continued]
+            lengths = [run.stop - run.start for run in continued]
+            key_lengths = [run.stop for run in continued]
             self._continued = ChunkAttention(lengths, key_lengths, device)
             self._continued_rows = _cache_rows(cache, [(run, 0) for run in continued], device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionSpec) -> Tensor:
         self.cache.write(layer, self.cache_rows, key, value)
-        parts, count = [], self._num_fresh
+        parts = []
+        count = self._num_fresh
         if self._fresh is not None:
             parts.append(self._fresh(layer, query[:count], key[:count], value[:count], rule))
         if self._continued is not None:

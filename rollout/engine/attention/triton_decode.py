@@ -27,12 +27,16 @@ def _split_kernel(
     KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One split of one row's keys under the query heads of one KV head."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
     length = tl.load(lengths + row)
     oldest = length - window
     start = split * SPLIT
     if (start < length) & (start + SPLIT > oldest):
-        groups, dims, offsets = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_ROWS), tl.arange(0, BLOCK)
+        groups = tl.arange(0, GROUP_ROWS)
+        dims = tl.arange(0, DIM_ROWS)
+        offsets = tl.arange(0, BLOCK)
         heads = row * KV_HEADS * GROUP + head * GROUP + groups
         is_real = (groups[:, None] < GROUP) & (dims[None, :] < DIM)
         q = tl.load(query + heads[:, None] * DIM + dims[None, :], mask=is_real, other=0.0)
@@ -76,12 +80,14 @@ def paged_decode(
     cached tokens, the query's own included; sinks [heads], see `AttentionSpec`. Source: flash decoding, here with splits at fixed positions.
     """
     query = query.contiguous()
-    (rows, heads, dim), (_, kv_heads, page, _) = query.shape, keys.shape
+    rows, heads, dim = query.shape
+    _, kv_heads, page, _ = keys.shape
     assert keys.is_contiguous() and values.is_contiguous() and page % BLOCK == 0
     splits = -(-table.shape[1] * page // SPLIT)
     parts = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
-    group, dim_rows = heads // kv_heads, triton.next_power_of_2(dim)
+    group = heads // kv_heads
+    dim_rows = triton.next_power_of_2(dim)
     window = NO_WINDOW if window is None else window
     _split_kernel[(rows, kv_heads, splits)](
         query, keys, values, table, lengths, parts, lse, scale, softcap or 1.0, window,

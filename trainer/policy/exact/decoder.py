@@ -48,7 +48,8 @@ class ExactDecoder:
         padding = -count % self.operators.rows
         hidden = F.embedding(F.pad(token_ids, (0, padding)), self._model.embed_tokens.weight).to(self.dtype)
         positions = F.pad(positions, (0, padding))
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        cos = self._cos.index_select(0, positions)
+        sin = self._sin.index_select(0, positions)
         for index, layer in enumerate(self._model.layers):
             normed = self._norm(hidden, layer.input_layernorm)
             query, key, value = self._projected(layer.self_attn, normed, cos, sin)
@@ -68,14 +69,16 @@ class ExactDecoder:
             parts = [self._linear(normed, p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in parts)
         if hasattr(attention, "q_norm"):
-            query, key = self._norm(query, attention.q_norm), self._norm(key, attention.k_norm)
+            query = self._norm(query, attention.q_norm)
+            key = self._norm(key, attention.k_norm)
         return _rotated(query, cos, sin), _rotated(key, cos, sin), value
 
     def _mlp(self, mlp: Any, normed: Tensor) -> Tensor:
         if hasattr(mlp, "gate_up_proj"):
             gate, up = self._linear(normed, mlp.gate_up_proj).chunk(2, -1)
         else:
-            gate, up = self._linear(normed, mlp.gate_proj), self._linear(normed, mlp.up_proj)
+            gate = self._linear(normed, mlp.gate_proj)
+            up = self._linear(normed, mlp.up_proj)
         return self._linear(self.operators.gate(gate, up), mlp.down_proj)
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
@@ -85,7 +88,8 @@ class ExactDecoder:
         """`module` of x [T, in]; T is a multiple of the operators' `rows`."""
         if isinstance(module, LoraLinear):
             return module(x, self.operators.linear)
-        weight, bias = module.weight.to(self.dtype), module.bias
+        weight = module.weight.to(self.dtype)
+        bias = module.bias
         bias = None if bias is None else bias.to(self.dtype)  # pyright: ignore[reportUnnecessaryComparison]
         if not torch.is_grad_enabled():
             return self.operators.linear(x, weight, bias)
@@ -107,7 +111,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad, (of_x, of_weight, of_bias, _) = grads[0], ctx.needs_input_grad
+        grad = grads[0]
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         return (
             grad @ weight if of_x else None,
             grad.t() @ x if of_weight else None,
@@ -119,7 +124,8 @@ class _Linear(torch.autograd.Function):
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads [T, heads, d] with their first dimensions rotated."""
     size = cos.shape[-1]
-    rotated, rest = heads[..., :size], heads[..., size:]
+    rotated = heads[..., :size]
+    rest = heads[..., size:]
     swapped = rotated.roll(size // 2, -1)
     rotated = rotated * cos + swapped * sin
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

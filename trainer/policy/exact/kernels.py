@@ -60,7 +60,8 @@ class KernelAttention:
     """See `PagesAttention`; as many tiles of queries at a time as the results of their splits have room."""
 
     def __init__(self, runs: Sequence[Run], device: torch.device | str) -> None:
-        self._runs, self._device = runs, device
+        self._runs = runs
+        self._device = device
         width = max(len(run.pages) for run in runs)
         table = np.zeros((len(runs), width), dtype=np.int32)
         for row, run in zip(table, runs, strict=True):
@@ -91,9 +92,12 @@ class KernelAttention:
                 num_keys = max(longest, position + count)
                 if tiles and (end + count - begin) * -(-num_keys // SPLIT) * row_bytes > _PARTS_BYTES:
                     yield self._launch(slice(begin, end), tiles, longest)
-                    tiles, begin, num_keys = [], end, position + count
+                    tiles = []
+                    begin = end
+                    num_keys = position + count
                 tiles.append((end - begin, count, position, sequence))
-                end, longest = end + count, num_keys
+                end = end + count
+                longest = num_keys
         yield self._launch(slice(begin, end), tiles, longest)
 
     def _launch(

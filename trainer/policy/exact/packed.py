@@ -14,7 +14,9 @@ class ExactPackedAttention:
     """`PackedAttention` in exact mode: forward over pages, backward through the stock kernel."""
 
     def __init__(self, operators: ExactOperators, lengths: Sequence[int], device: torch.device | str) -> None:
-        runs, places, num_pages = [], [], 0
+        runs = []
+        places = []
+        num_pages = 0
         for length in lengths:
             count = -(-length // PAGE)
             runs.append(Run(0, length, range(num_pages, num_pages + count)))
@@ -44,7 +46,8 @@ class _Exact(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attention: ExactPackedAttention
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.spec, ctx.attention = spec, attention
+        ctx.spec = spec
+        ctx.attention = attention
         return attention.forward(query, key, value, spec)
 
     @staticmethod

@@ -33,7 +33,8 @@ def merge_in_order(out: Tensor, lse: Tensor, parts: Tensor) -> Tensor:
     """
     lses = [lse.index_select(0, column) for column in parts.unbind(1)]
     peak = torch.stack(lses).amax(0)
-    total, merged = torch.zeros_like(peak), torch.zeros((*peak.shape, out.shape[-1]), device=out.device)
+    total = torch.zeros_like(peak)
+    merged = torch.zeros((*peak.shape, out.shape[-1]), device=out.device)
     for column, part in zip(parts.unbind(1), lses, strict=True):
         weight = torch.exp(part - peak)
         total = total + weight
@@ -52,7 +53,8 @@ class TileAttention:
         first = 0
         for run in runs:
             for tile in range(run.start // PAGE, -(-run.stop // PAGE)):
-                begin, end = max(run.start, tile * PAGE), min(run.stop, tile * PAGE + PAGE)
+                begin = max(run.start, tile * PAGE)
+                end = min(run.stop, tile * PAGE + PAGE)
                 spots += [len(tiles) * PAGE + p % PAGE for p in range(begin, end)]
                 parts.append(list(range(len(pairs), len(pairs) + tile + 1)))
                 pairs += [(len(tiles), run.pages[j], tile - j) for j in range(tile + 1)]
@@ -69,7 +71,8 @@ class TileAttention:
         self._num_tiles = len(tiles)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
-        num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        num_kv_heads = keys.shape[1]
+        head_dim = keys.shape[3]
         groups = query.shape[1] // num_kv_heads
         tiles = query.index_select(0, self._tiles).view(self._num_tiles, PAGE, num_kv_heads, groups, head_dim)
         tiles = tiles.permute(0, 2, 1, 3, 4).reshape(self._num_tiles, num_kv_heads, PAGE * groups, head_dim)
@@ -80,7 +83,8 @@ class TileAttention:
             bias.index_select(0, distance), spec.scale,
         )  # fmt: skip
         nothing = lse.new_full((1, *lse.shape[1:]), MASKED_SCORE)
-        out, lse = torch.cat((out, out.new_zeros(1, *out.shape[1:]))), torch.cat((lse, nothing))
+        out = torch.cat((out, out.new_zeros(1, *out.shape[1:])))
+        lse = torch.cat((lse, nothing))
         merged = merge_in_order(out, lse, self._parts)
         merged = merged.view(self._num_tiles, num_kv_heads, PAGE, groups, head_dim).transpose(1, 2)
         return merged.flatten(0, 1).flatten(1, 2).index_select(0, self._spots)

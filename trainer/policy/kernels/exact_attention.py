@@ -64,14 +64,21 @@ def _tile_kernel(
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, under the query heads of one KV head, over one split of its sequence's keys."""
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
-    position, sequence = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    first = tl.load(tiles + tile * 4)
+    count = tl.load(tiles + tile * 4 + 1)
+    position = tl.load(tiles + tile * 4 + 2)
+    sequence = tl.load(tiles + tile * 4 + 3)
     # A sequence that has ended may be beyond its table.
-    end, oldest = tl.minimum(position + count, num_keys), tl.maximum(position - window + 1, 0)
+    end = tl.minimum(position + count, num_keys)
+    oldest = tl.maximum(position - window + 1, 0)
     start = split * SPLIT
     if (start < end) & (start + SPLIT > oldest):
-        rows, dims, offsets = tl.arange(0, ROWS), tl.arange(0, DIM_ROWS), tl.arange(0, BLOCK)
+        rows = tl.arange(0, ROWS)
+        dims = tl.arange(0, DIM_ROWS)
+        offsets = tl.arange(0, BLOCK)
         own = position + rows // GROUP
         place = ((first + rows // GROUP) * KV_HEADS + head).to(tl.int64) * GROUP + rows % GROUP
         is_row = rows < count * GROUP
@@ -112,8 +119,11 @@ def exact_paged_attention(
     """
     assert spec.is_plain
     query = operand(query)
-    (_, heads, dim), (_, kv_heads, page, _) = query.shape, keys.shape
-    num_splits, groups, dim_rows = triton.cdiv(num_keys, SPLIT), heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    _, heads, dim = query.shape
+    _, kv_heads, page, _ = keys.shape
+    num_splits = triton.cdiv(num_keys, SPLIT)
+    groups = heads // kv_heads
+    dim_rows = max(16, triton.next_power_of_2(dim))
     block, warps = block_and_warps(dim_rows, query.dtype)
     assert keys.is_contiguous() and values.is_contiguous() and page % block == 0 and SPLIT % page == 0
     window = NO_WINDOW if spec.window is None else spec.window

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .operand import operand
 
-ROWS, COLUMNS = 64, 64
+ROWS = 64
+COLUMNS = 64
 """The tile of one program. Tensor cores of sm_90 and later take 64 rows at least."""
 GROUP = 16
 """Tiles of rows that read a tile of the weight one after the other, while it is in the cache."""
@@ -59,8 +60,10 @@ def _linear_kernel(
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x [T, in], weight [out, in] of x's type and bias [out] -> [T, out], summed in fp32; in x's type or in that of `out`."""
     assert x.dtype == weight.dtype
-    x, weight = operand(x), operand(weight)
-    (rows, inputs), columns = x.shape, len(weight)
+    x = operand(x)
+    weight = operand(weight)
+    rows, inputs = x.shape
+    columns = len(weight)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if out is None else out
     assert out.is_contiguous() and out.shape == (rows, columns)
     _linear_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](

@@ -19,8 +19,10 @@ TILE = 4096
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(x, weight, out, eps, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row, column = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, COLUMNS)
-    at, is_real = row[:, None] * columns + column[None, :], (row < rows)[:, None] & (column < columns)[None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    at = row[:, None] * columns + column[None, :]
+    is_real = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + at, mask=is_real, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(number * number, 1) / columns + eps)
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -30,8 +32,10 @@ def _norm_kernel(x, weight, out, eps, rows, columns, ROWS: tl.constexpr, COLUMNS
 
 def exact_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [..., n]; computed in fp32, rounded once."""
-    x, columns = operand(x), x.shape[-1]
-    rows, out = x.numel() // columns, torch.empty_like(x)
+    x = operand(x)
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    out = torch.empty_like(x)
     padded = triton.next_power_of_2(columns)
     in_program = max(1, TILE // padded)
     _norm_kernel[(triton.cdiv(rows, in_program),)](
@@ -43,7 +47,8 @@ def exact_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @triton.jit
 def _normalizer_kernel(logits, normalizer, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    peak, total = float("-inf"), 0.0
+    peak = float("-inf")
+    total = 0.0
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))

@@ -32,7 +32,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up [T, n] of matrices whose rows are equally far apart; computed in fp32. An element depends on no other one."""
-    (rows, columns), row_stride = gate.shape, gate.stride(0)
+    rows, columns = gate.shape
+    row_stride = gate.stride(0)
     assert gate.stride() == up.stride() == (row_stride, 1)
     out = torch.empty(rows, columns, dtype=gate.dtype, device=gate.device)
     _gate_kernel[(rows, triton.cdiv(columns, BLOCK))](gate, up, out, row_stride, columns, BLOCK=BLOCK, num_warps=4)

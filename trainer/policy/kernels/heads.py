@@ -22,7 +22,8 @@ def _heads_kernel(
     HALF_ROWS: tl.constexpr, REST_ROWS: tl.constexpr, DIM_ROWS: tl.constexpr, PAGE: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """One head of one row. A head is two halves that rotate into each other, and the rest."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
     source = qkv + (row.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * DIM
     position = tl.load(lengths + row) - 1
     page = tl.load(table + row * table_stride + tl.minimum(position // PAGE, table_width - 1)).to(tl.int64)
@@ -32,8 +33,10 @@ def _heads_kernel(
         value = tl.load(source + dims, mask=dims < DIM, other=0.0)
         tl.store(values + place + (head - HEADS - KV_HEADS) * head_stride + dims, value, mask=dims < DIM)
     else:
-        half, rest = tl.arange(0, HALF_ROWS), tl.arange(0, REST_ROWS)
-        is_half, is_rest = half < HALF, rest < REST
+        half = tl.arange(0, HALF_ROWS)
+        rest = tl.arange(0, REST_ROWS)
+        is_half = half < HALF
+        is_rest = rest < REST
         a = tl.load(source + half, mask=is_half, other=0.0).to(tl.float32)
         b = tl.load(source + HALF + half, mask=is_half, other=0.0).to(tl.float32)
         c = tl.load(source + 2 * HALF + rest, mask=is_rest, other=0.0).to(tl.float32)
@@ -63,9 +66,11 @@ def store_heads(qkv: Tensor, rule: "HeadRule", cache: tuple[Tensor, Tensor], tab
     the row's own included, which is the last. Computed in fp32. A row beyond its table is written into its last page.
     """
     keys, values = cache
-    (rows, _, dim), (_, kv_heads, page, _) = qkv.shape, keys.shape
+    rows, _, dim = qkv.shape
+    _, kv_heads, page, _ = keys.shape
     assert qkv.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
-    heads, half = qkv.shape[1] - 2 * kv_heads, rule.cos.shape[-1] // 2
+    heads = qkv.shape[1] - 2 * kv_heads
+    half = rule.cos.shape[-1] // 2
     query = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
     query_norm, key_norm = (qkv if norm is None else norm for norm in (rule.query_norm, rule.key_norm))
     _heads_kernel[(rows, heads + 2 * kv_heads)](

@@ -21,18 +21,22 @@ def _merge_kernel(
     SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The splits of one row and head that it sees, merged in order; a sink is a first split without a value."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
     length = tl.load(lengths + row)
     dims = tl.arange(0, DIM_ROWS)
     first = (row * HEADS + head).to(tl.int64) * num_splits
-    peak, total = -1e30, 0.0
+    peak = -1e30
+    total = 0.0
     if HAS_SINKS:
-        peak, total = tl.load(sinks + head).to(tl.float32), 1.0
+        peak = tl.load(sinks + head).to(tl.float32)
+        total = 1.0
     mixed = tl.zeros((DIM_ROWS,), tl.float32)
     for split in range(tl.maximum(length - window, 0) // SPLIT, tl.minimum((length + SPLIT - 1) // SPLIT, num_splits)):
         part = tl.load(lse + first + split)
         new_peak = tl.maximum(peak, part)
-        fade, weight = tl.exp(peak - new_peak), tl.exp(part - new_peak)
+        fade = tl.exp(peak - new_peak)
+        weight = tl.exp(part - new_peak)
         value = tl.load(parts + (first + split) * DIM + dims, mask=dims < DIM, other=0.0)
         mixed = mixed * fade + value * weight
         total = total * fade + weight
