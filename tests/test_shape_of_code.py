@@ -6,7 +6,8 @@ from pathlib import Path
 
 from support.source_tree import FLOORS, ROOT, SOURCES, TESTS, TREES, Function, functions, name_of
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 460
+"""Room above the longest file of today, so that nobody packs or splits a story to fit."""
 MAX_FUNCTION_LINES = 60
 P90_FUNCTION_LINES = 30
 MAX_PUBLIC_NAMES, USUAL_PUBLIC_NAMES = 12, 8

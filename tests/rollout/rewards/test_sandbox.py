@@ -37,6 +37,8 @@ def command_lines() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def namespaces():
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed (apt-get install bubblewrap)")
     if weakness := run_python("").weakness:
         pytest.skip(f"this host gives no namespaces: {weakness}")
 

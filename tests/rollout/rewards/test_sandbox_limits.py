@@ -30,6 +30,8 @@ def test_a_limit_is_the_hosts_own_where_that_is_lower(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def whole_sandbox():
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed (apt-get install bubblewrap)")
     if weakness := run_python("").weakness:
         pytest.skip(f"this host gives no whole sandbox: {weakness}")
 
