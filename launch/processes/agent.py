@@ -37,9 +37,12 @@ REFUSED = signal.SIGUSR2
 """Ends torchrun when a rank refuses to start: a signal that torchrun leaves alone, so it prints nothing."""
 _KILL_S = 10.0
 """Seconds that killed processes have to end: the kernel takes apart memory and devices."""
-_BARRIER_S, _POLL_S = 2.0, 0.5
-"""Seconds that torchrun may wait for the torchruns of other hosts once its ranks have ended; seconds between two looks."""
-_REFUSAL_S, _TELL_S = 5.0, 120.0
+_BARRIER_S = 2.0
+"""Seconds that torchrun may wait for the torchruns of other hosts once its ranks have ended."""
+_POLL_S = 0.5
+"""Seconds between two looks at torchrun."""
+_REFUSAL_S = 5.0
+_TELL_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,8 @@ class Torchrun:
         if self._hosts.nnodes == 1:
             return False
         if children_of(torchrun.pid):
-            self._has_ranks, self._idle_since = True, None
+            self._has_ranks = True
+            self._idle_since = None
         elif self._has_ranks and self._idle_since is None:
             self._idle_since = time.monotonic()
         return self._idle_since is not None and time.monotonic() - self._idle_since > _BARRIER_S
@@ -201,7 +205,8 @@ class Torchrun:
             return
         if self.received:
             print_message("interrupted again: the run is killed")
-            self._kills, self._deadline = iter(()), time.monotonic()
+            self._kills = iter(())
+            self._deadline = time.monotonic()
             return
         self.received = number
         self._deadline = time.monotonic() + PATIENCE_S - SHUTDOWN_S + self._grace_s

@@ -62,7 +62,8 @@ class RunAddress:
 
 def find_run(where: str) -> RunAddress:
     """The run in a folder or at an address; a secret in the environment counts before the folder's. Raises `SettingError`."""
-    folder, secret = Path(where), os.environ.get("HEADRACE_SECRET")
+    folder = Path(where)
+    secret = os.environ.get("HEADRACE_SECRET")
     if not folder.is_dir():
         if secret is None:
             raise SettingError(f"{where} is not the folder of a run; an address needs HEADRACE_SECRET too")

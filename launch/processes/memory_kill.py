@@ -13,8 +13,10 @@ from typing import NamedTuple
 from ...comm.host_memory import cgroups, held_by, memory_bytes, number_in
 from ..config.memory_advice import advice
 
-LOOK_S, MEMORY_S = 1.0, 10.0
-"""Seconds between two looks, and seconds that a look is remembered: the kernel may take seconds to free a large process."""
+LOOK_S = 1.0
+"""Seconds between two looks."""
+MEMORY_S = 10.0
+"""Seconds that a look is remembered: the kernel may take seconds to free a large process."""
 _ELSEWHERE = "it holds little itself: leave memory free on this host, or start fewer ranks there (roles)"
 
 

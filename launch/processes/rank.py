@@ -79,7 +79,8 @@ def prepare(recipe: Recipe) -> IO[bytes]:
     from ..config.checks import check_recipe, check_run_folder
 
     recipe = with_micro_tokens(recipe, Gpus.of_this_host())
-    warnings, memory = check_recipe(recipe), HostCheck.of(recipe)
+    warnings = check_recipe(recipe)
+    memory = HostCheck.of(recipe)
     run_dir = Path(recipe.run.dir)
     lock = lock_run_folder(make_run_folder(run_dir))
     try:

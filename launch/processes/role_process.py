@@ -166,7 +166,8 @@ def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
         hubs = fleet.alive_members("hub")
         return bool(hubs) and hubs[0].host != fleet.me.host
 
-    path, secret = run_dir / SUMMARY_FILE, read_secret(run_dir)
+    path = run_dir / SUMMARY_FILE
+    secret = read_secret(run_dir)
     # The run may have ended without one, or another process of this host is faster.
     with suppress(StoreGone, DistError, FileNotFoundError, MessageRefused):
         if fleet.name == "hub" and path.exists():

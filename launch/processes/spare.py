@@ -26,8 +26,10 @@ SPARE_AFTER_S = float(os.environ.get(SPARE_AFTER_ENV, "10"))
 seconds, such as those of the tests, to which the imports of spares are most of their work."""
 _OPTION = b"--spare"
 """The word of its command line that makes a process a spare."""
-_READY, _TAKEN = "spare-ready", "spare-taken"
-"""The names of a spare's main thread: from when it has its modules, and from when it is needed."""
+_READY = "spare-ready"
+"""The name of a spare's main thread once its modules are imported."""
+_TAKEN = "spare-taken"
+"""The name of its main thread once it is needed."""
 
 
 class Spares:

@@ -44,13 +44,17 @@ from .spare import SPARE_AFTER_S, SPARED, Spares
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
-LEAVE_S, POLL_S = 5.0, 0.5
-"""Seconds from the run's summary until children that still run are ended; seconds between two looks for the summary."""
+LEAVE_S = 5.0
+"""Seconds from the run's summary until children that still run are ended."""
+POLL_S = 0.5
+"""Seconds between two looks for the summary."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
-START_AGAIN_S, LONGEST_PAUSE_S = 0.5, 8.0
-"""Seconds until a process that the machine could not start is tried again, and the most of them, to which they double."""
+START_AGAIN_S = 0.5
+"""Seconds until a process that the machine could not start is tried again; they double."""
+LONGEST_PAUSE_S = 8.0
+"""The longest of these pauses."""
 LAUNCHER = "HEADRACE_LAUNCHER"
 """Set in the environment by the launcher, which prints the run's summary itself."""
 
@@ -365,7 +369,8 @@ class Supervisor:
                 print_message(f"{name} did not end in time and is killed; its log is {child.log}")
                 self.exit_code = self.exit_code or 1
             child.send(signal.SIGKILL)
-        self.is_late, self.deadline = True, time.monotonic() + self.shutdown_s
+        self.is_late = True
+        self.deadline = time.monotonic() + self.shutdown_s
 
 
 def supervise(recipe: Recipe, joining: Sequence[Placement] = ()) -> int:
@@ -378,7 +383,8 @@ def supervise(recipe: Recipe, joining: Sequence[Placement] = ()) -> int:
     """
     hosts = ranks_of_hosts()
     placements = joining or place_ranks(recipe.roles, hosts, recipe.rollout.tp)
-    placement, gpus = placements[int(os.environ["RANK"])], Gpus.of_this_host().names
+    placement = placements[int(os.environ["RANK"])]
+    gpus = Gpus.of_this_host().names
     if not gpus and os.environ.get("LOCAL_RANK") == "0":
         print_message("no GPU is visible here; all processes of this host run on the CPU")
     device = visible_devices(placement, gpus, staging_gpu(recipe, placements, placement.host, gpus))
