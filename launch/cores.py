@@ -114,7 +114,7 @@ def is_small(model_path: str) -> bool:
 def ignored_threads(cores: Cores) -> Iterator[str]:
     """A warning if the user's OMP_NUM_THREADS is not the number that the processes of this host get.
 
-    In a rank of torchrun a 1 is torchrun's own, and nobody's wish.
+    torchrun sets it to 1 in its ranks, so a 1 there is not the user's choice.
     """
     wanted = os.environ.get(NUM_THREADS, "")
     if not wanted or (wanted == "1" and "LOCAL_WORLD_SIZE" in os.environ):

@@ -74,8 +74,8 @@ def main(words: Sequence[str]) -> int:
     """Make the missing parts, complete the command line with them, run it; returns the exit code."""
     path = NAMED.get(words[0], RECIPE) if words else RECIPE
     if path == RECIPE and words and "=" not in words[0] and not words[0].startswith("-"):
-        names = " and ".join(f"`{name}`" for name in NAMED)
-        print_message(f"error: there is no quickstart {words[0]!r}; there are {names}, and the one without a name")
+        names = " or ".join(f"`{name}`" for name in NAMED)
+        print_message(f"error: unknown quickstart {words[0]!r}; give {names}, or no name")
         return 2
     words = [str(path), *words[path != RECIPE :]]
     if "--help" in words or "-h" in words:

@@ -91,7 +91,7 @@ def choose_point(recipe: Recipe) -> ResumePoint:
         )
     step, problem = _last_rebuilt(recipe, checkpoint, known.num_trained)
     if problem and checkpoint is None:
-        reasons = "; ".join(problems) or "there is none"
+        reasons = "; ".join(problems) or "the run has none"
         raise SettingError(
             f"run.resume: the {known.num_trained} steps of the run in {run_dir} cannot be rebuilt. No checkpoint can be used:"
             f" {reasons}. Nor can all steps be trained again: {problem}. {_WAYS_OUT}"

@@ -162,7 +162,7 @@ class Episodes:
         return by_prompt.values()
 
     def _on_step(self, held: LeasedRow, call: EnvironmentCall) -> EndedEpisode | None:
-        """Begin the next turn; the trajectory's end if there is none."""
+        """Begin the next turn, or end the trajectory after its last one."""
         episode = call.episode
         if call.failure:
             return EndedEpisode(held, self._end(held, "stop"), call.failure)

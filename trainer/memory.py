@@ -154,8 +154,8 @@ class PromptLength:
     def row_tokens(self, recipe: Recipe, context: int) -> int:
         """Tokens of the longest trajectory: prompt and response, at most the `context` (0 is not bounded).
 
-        What tools and environments answer counts in the response. But an environment may add to the prompt itself at its reset, and
-        nothing bounds that but the context.
+        Answers of tools and environments count in the response. But an environment may add to the prompt itself at its reset, and
+        only the context bounds that.
         """
         if recipe.environment.path and context:
             return context

@@ -84,7 +84,7 @@ class TimeLeft:
         self._last: deque[float] | None = None
 
     def after(self, step: int, seconds: float) -> str:
-        """What the console's line of step `step` (counted from 0) says of it; empty after the first one, and for less than a minute."""
+        """The remaining time for the console's line of step `step` (counted from 0); empty after the first step, and below a minute."""
         if self._last is None:
             self._last = deque(maxlen=self.STEPS)
             return ""

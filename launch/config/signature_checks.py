@@ -93,7 +93,7 @@ def _problem(name: str, arguments: _Arguments, row: Mapping[str, Any], source: s
         hint = f"; the nearest is {near[0]!r}" if near else ""
         if missing[0] in VERL and not is_verl:
             hint = "; it is given to a function that takes solution_str"
-        return f"{name} needs {missing[0]!r}, which is no argument of a reward and no column; {has}{hint}"
+        return f"{name} needs {missing[0]!r}, which is neither an argument of rewards nor a column; {has}{hint}"
     if verl & {"ground_truth", "ground_truths"} & (verl if arguments.takes_any else arguments.names):
         if not has_ground_truth(row):
             return f"{name} takes a ground truth, from a column ground_truth, answer or solution; {has}"

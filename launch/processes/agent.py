@@ -242,7 +242,7 @@ def has_other_hosts() -> bool:
 def refuse_start(error: SettingError, *, is_known: bool) -> int:
     """Print why this rank does not start, once on each host, and end its torchrun; returns the rank's exit code.
 
-    is_known: the ranks of the other hosts see the same mistake, or depend on this rank; else the run's store is told.
+    With `is_known` the other hosts' ranks see the same mistake or depend on this rank. Otherwise the run's store is told.
     """
     is_speaker = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
     parent = os.getppid()

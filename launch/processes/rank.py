@@ -114,7 +114,7 @@ def tell_finished(step: int) -> None:
 
 
 def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:
-    """The recipe in the file; on another host than the first one, the run's own where there is no such file."""
+    """The recipe in the file. On a host other than the first, the run's recipe if the file does not exist there."""
     if recipe_file is None or os.environ.get("GROUP_RANK", "0") == "0" or Path(recipe_file).exists():
         return read_recipe(recipe_file, overrides)
     return fetch_recipe(f"no recipe file {recipe_file!r}", Path(read_recipe(None, overrides).run.dir))

@@ -83,7 +83,7 @@ def is_whole(place: Path) -> bool:
 
 
 def _make(place: Path) -> None:
-    """Fetch into a folder beside `place`, then rename it; nobody else writes here, since the lock is held."""
+    """Fetch into a folder beside `place`, then rename it. The lock keeps other processes from writing here."""
     for old in (place, *place.parent.glob(f"{NAME}.unfinished-*")):  # of a process that was killed
         shutil.rmtree(old, ignore_errors=True)
     if (free := shutil.disk_usage(place.parent).free) < MOST_MB * 1_000_000:

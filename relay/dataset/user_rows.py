@@ -85,6 +85,6 @@ class UserRows:
 
 
 def _made(named: Any) -> Any:
-    """What a name of the file stands for: the object itself, or what a class or function returns."""
+    """The rows behind a name in the file: the object itself, or the result of calling a class or function."""
     has_rows = hasattr(type(named), "__getitem__")
     return named() if callable(named) and not has_rows else named

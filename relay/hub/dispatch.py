@@ -143,7 +143,7 @@ class Dispatcher(Handler):
         return next((result for result in results if result["eval/version"] > request.evaluated), {})
 
     def _still_evaluating(self, request: RequestRows) -> StillEvaluating | None:
-        """An answer from time to time, while rollouts work on an evaluation: the trainer's deadline begins anew with it."""
+        """A periodic answer while rollouts work on an evaluation. It restarts the trainer's deadline."""
         now = self.context.wall_clock()
         if not self.state.evaluations.num_leased or now - self._answered_at < WAIT_S:
             return None

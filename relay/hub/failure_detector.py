@@ -47,7 +47,7 @@ class FailureDetector:
     def deaths(self) -> list[Death]:
         """The deaths since the last look, each told once.
 
-        A report may be in error, and then the process continues to work. So the death is told again when its heartbeat stops, but
+        A report may be wrong, and then the process goes on working. So the death is told again when its heartbeat stops, but
         not when its next incarnation joins, since that one may hold leases already.
         """
         return [*self._departures(), *self._reports()]

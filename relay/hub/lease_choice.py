@@ -32,7 +32,7 @@ class LeaseChooser:
         self._partials = partials
 
     def choose(self, request: "LeaseRequest", version: int | None, *, may_be_new: bool) -> Choice | None:
-        """The next group of a grant on `version`; None if there is none now.
+        """The next group of a grant on `version`; None if no group can be leased now.
 
         version: None while the grant is empty, for a rollout that may go back to an older version than its own. It does, if a group
         waits for that one. On another version than the request's nothing new starts.

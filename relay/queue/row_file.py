@@ -1,6 +1,6 @@
 """Files of rows, in one form: safetensors with the columns of each row as `KEY/COLUMN`; the metadata has a list of them in JSON.
 
-What a list says besides is its writer's matter: the trainer's for the rows of a step, a relay's for those of the saved queue.
+A writer may add entries to the list: the trainer does for the rows of a step, a relay for the saved queue.
 """
 
 from collections import defaultdict

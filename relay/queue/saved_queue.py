@@ -152,7 +152,7 @@ def _put(rows: dict[str, dict[str, np.ndarray]], storage: ReplicatedRows) -> tup
     except StorageFull:
         return [], "the storage units have no room for more"
     except WaitTimeout:
-        return [], f"there was no storage unit for {UNIT_WAIT_S:g} s"
+        return [], f"no storage unit answered for {UNIT_WAIT_S:g} s"
 
 
 def _parts(rows: list[SavedRow]) -> Iterator[list[SavedRow]]:

@@ -254,7 +254,7 @@ class ExperienceStream:
             with waiting("hub", self._what, self._deadline_s) as wait:
                 while (found := self._fetcher.next(POLL_S)) is None:
                     wait.check()
-            if not isinstance(found, StillEvaluating):  # it has answered within the deadline, which begins anew
+            if not isinstance(found, StillEvaluating):  # an answer within the deadline restarts it
                 return found
 
     def put(self, batch: Batch, columns: Mapping[str, Sequence[np.ndarray]]) -> None:

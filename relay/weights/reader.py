@@ -86,7 +86,7 @@ class WeightReader:
     def pull(self, into: np.ndarray, deadline_s: float) -> Receipt:
         """Copy the newest version into `into`, uint8 of all bytes that this rank takes, whose digest was checked ahead or is now.
 
-        Waits for a relay's first version if there is none yet; raises `WaitTimeout` past the deadline, `WrongDigest` if the
+        Waits for a relay's first version if it has none yet. Raises `WaitTimeout` past the deadline, `WrongDigest` if the
         relay serves another layout or its bytes are still wrong the third time.
         """
         self._start_mirror()

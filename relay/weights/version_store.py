@@ -260,7 +260,7 @@ class VersionStore:
         self._advanced.notify_all()
 
     def next_source(self, slots: VersionSlots, above: int, timeout_s: float) -> SlotSource | None:
-        """The newest version above `above`, arriving or complete; None if there is none within `timeout_s`.
+        """The newest version above `above`, arriving or complete; None if none comes within `timeout_s`.
 
         `slots` belong to the caller's own opening of the segment; the caller closes the source.
         """

@@ -189,7 +189,7 @@ class Engine:
         return self.scheduler.pause(trajectory_id)
 
     def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> bool:
-        """Continue a paused trajectory after tokens of its environment, of log-probability 0. False if there is no room."""
+        """Continue a paused trajectory after tokens of its environment, of log-probability 0. Returns False if they do not fit."""
         self._finished_early += self._drain()
         return self.scheduler.resume(trajectory_id, token_ids)
 

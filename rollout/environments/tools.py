@@ -138,7 +138,7 @@ class ToolEnvironment:
         if wanted.problem:
             return json.dumps({"error": wanted.problem})
         if wanted.name not in self._tools:
-            return json.dumps({"error": f"there is no tool {wanted.name!r}; there are {', '.join(self._tools)}"})
+            return json.dumps({"error": f"unknown tool {wanted.name!r}; known: {', '.join(self._tools)}"})
         tool = self._tools[wanted.name]
         arguments = wanted.arguments
         try:

@@ -1,4 +1,4 @@
-"""What a rollout asks of its reward functions: samples, and the calls that score them together."""
+"""Requests of a rollout to its reward functions: samples, and calls that score several samples together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -155,7 +155,7 @@ class RewardFunction:
             try:
                 reward, info = _score_and_info(value)
             except (TypeError, ValueError):
-                raise TypeError(f"{self.name} returned {_short(value)}, which is no number") from None
+                raise TypeError(f"{self.name} returned {_short(value)}, which is not a number") from None
             scores.rewards.append(reward)
             for key, note in info.items():
                 if (number := _as_number(note)) is not None:

@@ -1,6 +1,6 @@
 """The lines between a process of user code and its host: one JSON line for each question and each answer.
 
-What the user's code prints goes to the log, not into the answers. A process that it forks can neither read questions nor answer
+The user's code prints to the log, not into the answers. A process that it forks can neither read questions nor answer
 them. The process ends with its standard input, and everything that it has started ends with it.
 """
 

@@ -140,7 +140,7 @@ class UserCodeHost(Generic[C]):
         try:
             line = json.dumps({"id": self._last_id, **call.question()}).encode() + b"\n"
         except (ValueError, RecursionError) as error:
-            self._settle(call, {"error": f"the question is no JSON: {error}"})
+            self._settle(call, {"error": f"the question cannot be encoded as JSON: {error}"})
             return
         if self._process is None and (problem := self._start()):
             self._settle(call, {"error": problem})

@@ -105,7 +105,7 @@ def test_with_a_users_policy_prompts_are_made_but_the_reward_must_be_named(tmp_p
     assert main(["--dry-run", "--settings", f"model.path={tiny_policy(tmp_path)}", "reward.path=r.py:f"]) == 0
     assert "path: runs/quickstart-policy/seed-0/openings.jsonl" in capsys.readouterr().out
     assert main(["--dry-run", "model.path=nowhere", "reward.path=r.py:f"]) == 2
-    assert "model.path: there is no folder nowhere" in capsys.readouterr().err
+    assert "model.path: nowhere does not exist" in capsys.readouterr().err
     assert main([f"model.path={tmp_path}", "run.dir=run"]) == 2
     assert "reward.path is not set" in capsys.readouterr().err
 
@@ -188,5 +188,5 @@ def test_a_quickstart_that_does_not_exist_names_those_that_do(capsys):
     assert main(["calculater"]) == 2
     assert (
         capsys.readouterr().err
-        == "headrace: error: there is no quickstart 'calculater'; there are `calculator` and `smollm2`, and the one without a name\n"
+        == "headrace: error: unknown quickstart 'calculater'; give `calculator` or `smollm2`, or no name\n"
     )

@@ -192,7 +192,7 @@ def test_a_host_without_the_secret_ends_the_run_with_a_message_on_each_host(host
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        pytest.param("model.path", "/tmp/policy", "model.path: there is no folder /tmp/policy (on host host1)", marks=pytest.mark.slow),
+        pytest.param("model.path", "/tmp/policy", "model.path: /tmp/policy does not exist (on host host1)", marks=pytest.mark.slow),
         ("reward.path", "/tmp/rewards.py:reward", "reward.path: cannot read /tmp/rewards.py: No such file or directory (on host host1)"),
     ],
 )  # fmt: skip

@@ -31,7 +31,7 @@ def generalized_advantages(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """PPO's clipped loss by token (as verl): max((V - R)^2, (V_clip - R)^2) / 2, V_clip within `clip` of the old value.
 
-    All arguments are [R]; a `clip` of 0 is none. Returns the loss [R] and whether the clip decided it, [R] bool.
+    All arguments are [R]; a `clip` of 0 turns clipping off. Returns the loss [R] and whether the clip decided it, [R] bool.
     """
     free = (values - returns).square()
     if not clip:

@@ -67,7 +67,7 @@ def _of_critic(
 
 
 def kl_penalty(columns: Columns, algorithm: AlgorithmSettings) -> np.ndarray:
-    """[R], to subtract from the reward, of the policy that generated; zeros if the KL term is in the loss or there is none."""
+    """[R], to subtract from the reward, of the policy that generated; zeros if the KL term is in the loss or off."""
     if algorithm.kl_in == "loss" or algorithm.kl_coef == 0:
         return np.zeros(len(columns["response_ids"]))
     ours, reference = (torch.from_numpy(columns[name]).double() for name in ("rollout_logprobs", "ref_logprobs"))

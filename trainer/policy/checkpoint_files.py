@@ -18,7 +18,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The folder of a checkpoint, downloaded from the Hub where `path` is an id; raises SettingError if there is none."""
+    """The folder of a checkpoint, downloaded from the Hub where `path` is an id; raises SettingError if it cannot be found."""
     folder = Path(path)
     name = str(path)
     if not path:
@@ -28,7 +28,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if folder.exists():
         raise SettingError(f"model.path: {path} is a file; give the folder of a Hugging Face checkpoint")
     if not _HUB_ID.fullmatch(name) or folder.parent.exists():
-        raise SettingError(f"model.path: there is no folder {path}")
+        raise SettingError(f"model.path: {path} does not exist")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -37,7 +37,7 @@ def find_checkpoint(path: str | Path) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SettingError(
-            f"model.path: there is no folder {path}, and it cannot be downloaded from the hub ({reason})"
+            f"model.path: {path} does not exist, and it cannot be downloaded from the hub ({reason})"
         ) from error
 
 

@@ -98,7 +98,7 @@ def test_rows_are_read_back_once_the_first_unit_is_there(run: Run, tmp_path: Pat
     assert (found.problem, [each.key for each in found.rows]) == ("", [row.key])
 
 
-@pytest.mark.parametrize(("trouble", "problem"), [("full", "no room for more"), ("gone", "there was no storage unit")])
+@pytest.mark.parametrize(("trouble", "problem"), [("full", "no room for more"), ("gone", "no storage unit answered")])
 def test_rows_that_no_unit_takes_stay_in_the_file_for_a_later_run(
     run: Run, later: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, problem: str
 ):

@@ -81,7 +81,7 @@ def test_a_text_models_call_has_one_argument_between_tags():
     ("turn", "problem"),
     [
         ("<tool_call>{not json}</tool_call>", 'JSON with \\"name\\"'),
-        ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "no tool 'sub'; there are add"),
+        ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "unknown tool 'sub'; known: add"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are an object"),
         ('<tool_call>{"name": "add", "arguments": {"up": 1}}</tool_call>', "TypeError"),
         ('<tool_call>["add"]</tool_call>', 'JSON with \\"name\\"'),

@@ -183,9 +183,9 @@ def test_length_is_minus_thousands_of_tokens():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda solution_str: "right", "f returned 'right', which is no number"),
-        (lambda solution_str: {"score": [1]}, r"f returned {'score': \[1\]}, which is no number"),
-        (lambda completions: [object()] * 2, "f returned <object .*, which is no number"),
+        (lambda solution_str: "right", "f returned 'right', which is not a number"),
+        (lambda solution_str: {"score": [1]}, r"f returned {'score': \[1\]}, which is not a number"),
+        (lambda completions: [object()] * 2, "f returned <object .*, which is not a number"),
         (lambda completions: 1.0, "f returned 1.0 for 2 completions, not a list"),
         (lambda completions: None, "f returned None in place of a list of rewards"),
         (lambda completions: "x" * 200, r"f returned 'x+\.\.\. for 2 completions, not a list"),

@@ -146,7 +146,7 @@ def test_a_sample_that_no_question_can_hold_costs_one_reward(pool: MakePool):
     rewards = pool(TRL + "    return [1.0 for _ in answer]\n")
     assert score(rewards, {"answer": 1})[0].reward == 1.0
     held, nested, plain = score(rewards, {"answer": 1}, {"answer": deep}, {"answer": 2})
-    assert held.reward == plain.reward == 1.0 and "is no JSON" in nested.failure
+    assert held.reward == plain.reward == 1.0 and "cannot be encoded as JSON" in nested.failure
 
 
 def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_settings_at_once(pool: MakePool):
