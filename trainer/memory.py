@@ -251,6 +251,12 @@ def reference_memory(sizes: PolicySizes, recipe: Recipe) -> MemoryEstimate:
     )
 
 
+def least_cache_bytes(sizes: PolicySizes, recipe: Recipe, context: int) -> float:
+    """The smallest key-value cache of a rollout: one sequence of the policy's whole context, with the two pages that a fork needs more."""
+    pages = -(-context // _PAGE_TOKENS) + 2
+    return pages * _PAGE_TOKENS * sizes.num_layers * sizes.key_value * _size(recipe) / recipe.rollout.tp
+
+
 def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gpu: bool = True) -> MemoryEstimate:
     """Of one rank of a replica: its slice of the weights, and a cache in which all running trajectories may be longest.
 

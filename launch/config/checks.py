@@ -24,7 +24,7 @@ from ...relay.journal.journal import Journal
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
-from ...trainer.memory import PolicySizes
+from ...trainer.memory import PolicySizes, least_cache_bytes
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
 from .adapter_checks import check_lora
@@ -60,6 +60,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     policy = ModelFiles.read(recipe.model.path)
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
+    check_cache(recipe, policy)
     warnings += _check_rate(recipe, policy.folder)
     warnings += check_lora(recipe, policy.folder)
     warnings += check_lengths(recipe, data.prompts, policy)
@@ -193,6 +194,19 @@ def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
     from ...trainer.policy.families import check_splittable
 
     check_splittable(AutoConfig.from_pretrained(policy.folder, trust_remote_code=False), recipe.rollout.tp)
+
+
+def check_cache(recipe: Recipe, policy: ModelFiles) -> None:
+    """A cache that the recipe bounds holds a sequence of the policy's whole context, without which no rollout starts."""
+    given = recipe.generator.kv_gb
+    if given is None or recipe.rollout.engine != "builtin":
+        return
+    least = least_cache_bytes(PolicySizes.of(read_config(policy.folder)), recipe, policy.context) / 1e9
+    if given < least:
+        raise SettingError(
+            f"generator.kv_gb: {given:g} GB does not hold one sequence of {policy.context} tokens, the context of model.path, in"
+            f" {recipe.model.dtype}; at least {least:.3g} GB are needed"
+        )
 
 
 def check_run_folder(recipe: Recipe) -> None:

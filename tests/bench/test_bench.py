@@ -65,6 +65,7 @@ def test_several_runs_become_one_row_of_medians_with_their_span():
     assert all(word in shown for word in ("put", "5.000", "4.000..9.000 ms", "2.500", "2.000..4.500", "peer"))
 
 
+@pytest.mark.slow
 def test_our_side_of_the_trainer_bench_trains_on_the_written_rollouts(tmp_path):
     policy_folder(tmp_path, str(tiny_policy(tmp_path, "llama")))
     assert write_rollouts(tmp_path) > 64
@@ -87,6 +88,7 @@ def test_the_error_names_a_process_that_ends_before_its_answer():
         child.line("ready")
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_workload_several_times_and_writes_its_rows(tmp_path: Path):
     path = tmp_path / "new" / "rows.json"
     words = ["tcp-link", "--megabytes", "4", "--runs", "2", "--json", str(path)]

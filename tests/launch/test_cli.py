@@ -96,6 +96,7 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
     ("a tool without hints", {"environment.tools": "[{folder}/tools.py:search]"}, broken("tools.py", 'def search(query):\n    "Finds."\n'), "environment.tools: the tool search has no type hint for its argument 'query'"),
     ("a tool without words", {"environment.tools": "[{folder}/tools.py:search]"}, broken("tools.py", "def search(query: str): ...\n"), "environment.tools: the tool search has no docstring"),
     ("chat without a template", {}, broken("prompts.jsonl", '{"prompt": [{"role": "user", "content": "x"}]}\n'), "chat_template"),
+    ("a cache below one sequence", {"generator.kv_gb": "1e-6"}, None, "generator.kv_gb: 1e-06 GB does not hold one sequence of"),
     ("an unwritable run folder", {"run.dir": "/proc/run"}, None, "run.dir: cannot create /proc/run"),
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ PATIENCE_S = 600.0
 WEIGHTS = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
 FEW = (
     "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "sampling.max_new_tokens=8", "generator.max_running=16",
-    "generator.kv_gb=0.2", "eval.max_prompts=8", "run.save_rows=all",
+    "generator.kv_gb=0.5", "eval.max_prompts=8", "run.save_rows=all",
 )  # fmt: skip
 
 

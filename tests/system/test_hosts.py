@@ -193,7 +193,7 @@ def test_a_host_without_the_secret_ends_the_run_with_a_message_on_each_host(host
     ("setting", "value", "message"),
     [
         pytest.param("model.path", "/tmp/policy", "model.path: /tmp/policy does not exist (on host host1)", marks=pytest.mark.slow),
-        ("reward.path", "/tmp/rewards.py:reward", "reward.path: cannot read /tmp/rewards.py: No such file or directory (on host host1)"),
+        pytest.param("reward.path", "/tmp/rewards.py:reward", "reward.path: cannot read /tmp/rewards.py: No such file or directory (on host host1)", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_host_that_lacks_a_file_ends_the_run_with_the_setting_and_its_name(hosts_job, setting, value, message):

@@ -71,7 +71,11 @@ def test_an_adapter_is_trained_under_every_schedule_and_replayed_bit_for_bit(tmp
     [
         ({}, 2e-6),
         ({"generator.exact": "true"}, 0),
-        ({"rollout.engine": "transformers", "sampling.max_new_tokens": 3, "roles.rollout": 1}, 1e-5),
+        pytest.param(
+            {"rollout.engine": "transformers", "sampling.max_new_tokens": 3, "roles.rollout": 1},
+            1e-5,
+            marks=pytest.mark.slow,
+        ),
         ({"rollout.tp": 2}, 2e-6),
     ],
     ids=["builtin", "exact", "transformers", "tp"],

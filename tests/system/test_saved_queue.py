@@ -21,7 +21,7 @@ from headrace.comm.messages.base import RowId
 from headrace.comm.recipe import Recipe
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
-from headrace.relay.journal.events import GroupRestored, Leased, Opened
+from headrace.relay.journal.events import Ending, GroupRestored, Leased, Opened
 from headrace.relay.journal.journal import account_dict, read_events, replay
 from headrace.relay.journal.state import RowStatus
 from headrace.relay.queue.saved_queue import SavedList
@@ -76,6 +76,8 @@ def interrupted(folder: Path) -> set[RowId]:
         system.start("rollout", pausing(is_half, go_on), index)
     system.until(is_half.is_set)
     system.interrupt()
+    # Before the hub has begun to end the run, a rollout would finish the trajectory that it has begun.
+    system.until(lambda: any(isinstance(event, Ending) for event in system.events()))
     go_on.set()
     assert system.wait()["steps"] == PAUSED
     ready = replay(system.dir / "journal.jsonl").rows(RowStatus.READY)
