@@ -27,9 +27,13 @@ class HeldMemory(NamedTuple):
     most_resident: int
 
     @property
-    def most_own(self) -> int:
-        """The kernel keeps the peak of all resident pages alone. Those that are shared stay once they are there."""
-        return max(self.own, self.most_resident - (self.resident - self.own))
+    def shared(self) -> int:
+        """Resident shared memory and pages of files."""
+        return self.resident - self.own
+
+    def most_own(self, most_shared: int) -> int:
+        """The most that was its own, if `most_shared` was shared at that moment: the kernel keeps the peak of the sum alone."""
+        return max(self.own, self.most_resident - most_shared)
 
 
 def memory_bytes() -> int:

@@ -36,6 +36,8 @@ class MemoryKills:
         self._looks = deque[_Look]()
         self.peaks: dict[str, int] = {}
         """The most bytes that each child, or one before it of the same name, has held for itself."""
+        self._shared: dict[tuple[str, int], int] = {}
+        """The most that each process has shared."""
 
     def look(self, pids: Mapping[str, int]) -> None:
         """Remember what the children of these process ids hold now; at most once in `LOOK_S`."""
@@ -47,7 +49,10 @@ class MemoryKills:
         held = {name: held_by(pid) for name, pid in pids.items()}
         self._looks.append(_Look(now, self._num_kills(), {name: each.resident for name, each in held.items()}))
         for name, each in held.items():
-            self.peaks[name] = max(self.peaks.get(name, 0), each.most_own)
+            process = (name, pids[name])
+            # A process that ends unmaps what it shares, of which its peak still speaks.
+            self._shared[process] = max(self._shared.get(process, 0), each.shared)
+            self.peaks[name] = max(self.peaks.get(name, 0), each.most_own(self._shared[process]))
 
     def explain(self, name: str, role: str) -> str:
         """How the kernel killed this child for memory; empty if it did not. For a child that SIGKILL has ended."""

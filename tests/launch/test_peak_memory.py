@@ -2,6 +2,7 @@
 
 import json
 
+from headrace.comm.host_memory import HeldMemory
 from headrace.launch.processes.memory_kill import MemoryKills
 from headrace.launch.report.peak_memory import main, memory_row, merge_peaks, write_peaks, write_planned
 
@@ -23,14 +24,24 @@ def test_a_supervisor_keeps_the_peak_of_a_child_that_is_started_again(tmp_path, 
     kills, held = MemoryKills({}), iter((700, 900, 200))
     monkeypatch.setattr("headrace.launch.processes.memory_kill.LOOK_S", 0)
 
-    class Held:
-        def __init__(self, size):
-            self.resident = self.most_own = size
+    def held_by(pid):
+        size = next(held)
+        return HeldMemory(size, size, size)
 
-    monkeypatch.setattr("headrace.launch.processes.memory_kill.held_by", lambda pid: Held(next(held)))
+    monkeypatch.setattr("headrace.launch.processes.memory_kill.held_by", held_by)
     for pid in (1, 1, 2):
         kills.look({"actor-0": pid})
     assert kills.peaks == {"actor-0": 900}
+
+
+def test_shared_memory_that_a_process_unmaps_at_its_end_is_not_its_own_peak(monkeypatch):
+    kills = MemoryKills({})
+    monkeypatch.setattr("headrace.launch.processes.memory_kill.LOOK_S", 0)
+    looks = iter([HeldMemory(1800, 1000, 1800), HeldMemory(1900, 1100, 2000), HeldMemory(1000, 1000, 2000)])
+    monkeypatch.setattr("headrace.launch.processes.memory_kill.held_by", lambda pid: next(looks))
+    for _ in range(3):
+        kills.look({"rollout-0": 1})
+    assert kills.peaks == {"rollout-0": 1200}, "2,000 at most, of which 800 were shared"
 
 
 def test_a_run_whose_folder_is_gone_leaves_nothing(tmp_path):
