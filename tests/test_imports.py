@@ -101,6 +101,22 @@ def test_the_five_folders_are_never_imported_by_their_bare_names():
     assert not {module.partition(".")[0] for module in done.stdout.split()} & {*FLOORS}
 
 
+def test_a_relay_serves_weights_without_torch():
+    """Only an NCCL or Gloo link, and memory that is pinned for a GPU, import it, when they are made."""
+    graph = import_graph()
+    found = {"relay.weights.server"}
+    while new := {target for name in found for target in graph[name]} - found:
+        found |= {target for target in new if target.startswith(("relay.weights", "comm.links"))}
+        if not new & found:
+            break
+    trees = {name_of(path): TREES[path] for path in SOURCES}
+    nodes = [
+        (name, node) for name in found for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert len(found) > 10
+    assert not [name for name, node in nodes if ast.unparse(node).split()[1].partition(".")[0] == "torch"]
+
+
 def test_type_checkers_and_editors_find_the_import_name():
     assert (ROOT / ".types" / "headrace").resolve() == ROOT
 

@@ -7,13 +7,10 @@ continue, both ends open another and agree on the byte to continue from. Back en
     nccl    a process group of two ranks on two different GPUs, through buckets on each
     staged  its counterpart on CPU: Gloo, through buckets in host memory
 
-Both ends prove that they know the run's secret before the link is returned.
+Both ends prove that they know the run's secret before the link is returned. torch is imported for the last two alone.
 """
 
 import socket
-
-import torch
-from torch.distributed import DistError
 
 from ..errors import LinkBroken, SettingError
 from ..recipe import CommSettings
@@ -23,8 +20,6 @@ from ..waits import Wait, waiting
 from .base import Link
 from .handshake import authenticate
 from .host import listen, split_address
-from .process_group import open_group
-from .staged import StagedLink
 from .tcp import TcpLink
 from .tls import TlsIdentity
 
@@ -51,8 +46,11 @@ def open_link(
     assert end in (0, 1), end
     if backend not in ("tcp", "nccl", "staged"):
         raise SettingError(f"comm.link: {backend!r} is not a back end of a link between processes; use tcp or nccl")
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise SettingError("comm.link: nccl needs a GPU at both ends, and this one has none")
+    if backend == "nccl":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SettingError("comm.link: nccl needs a GPU at both ends, and this one has none")
     try:
         with waiting(f"end {1 - end} of link {name}", f"{backend} connection", deadline_s) as wait:
             if backend == "tcp":
@@ -63,13 +61,18 @@ def open_link(
             except BaseException:
                 control_link.close()
                 raise
-    except (DistError, OSError) as error:
+    except (RuntimeError, OSError) as error:  # a RuntimeError is the store's: DistError of torch
         raise LinkBroken(f"link {name}: {error}") from error
 
 
 def _open_staged(
     backend: str, store: StoreClient, name: str, end: int, deadline_s: float, interface: str, control_link: TcpLink
-) -> StagedLink:
+) -> Link:
+    import torch
+
+    from .process_group import open_group
+    from .staged import StagedLink
+
     is_nccl = backend == "nccl"
     group = open_group("nccl" if is_nccl else "gloo", clone_store(store), name, end, deadline_s, interface)
     link = StagedLink(backend, group, end, torch.device("cuda" if is_nccl else "cpu"), control_link)

@@ -6,7 +6,7 @@ at the byte that it had reached. Offsets of a part count along its byte ranges.
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from .byte_ranges import GRID_BYTES, ByteRanges, chunk_digest, digest_of_ranges,
 
 if TYPE_CHECKING:
     from ...comm.messages.weights import Offer
-    from .slots import SlotWrite
+    from .slots import StoredVersion
 
 
 class IncomingState(Enum):
@@ -51,7 +51,9 @@ class IncomingVersion:
     """
 
     offer: "Offer"
-    slot: "SlotWrite"
+    slot: "StoredVersion"
+    buffer: np.ndarray
+    """The slot's bytes, uint8 [num_bytes]."""
     state: IncomingState
     _advanced: threading.Condition
     digest: str = ""
@@ -61,11 +63,6 @@ class IncomingVersion:
     _upstreams: dict[int, str] = field(default_factory=dict)
     _chunks: list[bytes] = field(default_factory=list)
     _hashing: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def buffer(self) -> np.ndarray:
-        """The slot, uint8 [num_bytes]."""
-        return self.slot.buffer
 
     @property
     def bytes_ready(self) -> int:
@@ -88,7 +85,7 @@ class IncomingVersion:
     def bind(self, offer: "Offer") -> None:
         self.offer = offer
         self.state = IncomingState.ARRIVING
-        self.slot = replace(self.slot, version=offer.version)
+        self.slot = self.slot._replace(version=offer.version)
 
     def set_upstream(self, offer: "Offer", upstream: str) -> int:
         """`upstream` sends the offered part from now on; returns the offset to continue at."""

@@ -131,11 +131,6 @@ class Layout:
         manifest = [f"{e.name} {e.dtype} {e.shape} {e.offset} {e.rank} {e.rows} {e.columns}" for e in self.entries]
         return xxhash.xxh3_64_intdigest("\n".join(manifest).encode()) >> 1
 
-    @property
-    def element_bytes(self) -> int:
-        """The element size in which two versions are compared: that of the smallest dtype, at least 2 bytes."""
-        return max(2, min((entry.dtype.itemsize for entry in self.entries), default=2))
-
     def digest(self, buffer: np.ndarray) -> str:
         return digest(buffer)
 

@@ -10,13 +10,14 @@ import weakref
 from typing import Any
 
 import numpy as np
-import torch
 
 _log = logging.getLogger(__name__)
 
 
 def pin(buffer: np.ndarray) -> bool:
     """Register a buffer; False without a GPU, and where CUDA refuses, which makes copies slower."""
+    import torch  # here, since a relay without a GPU starts without it
+
     if not torch.cuda.is_available() or not buffer.nbytes:
         return False
     error = int(_runtime().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
@@ -45,10 +46,14 @@ def host_buffer(num_bytes: int) -> np.ndarray:
 
 
 def _runtime() -> Any:
+    import torch
+
     return torch.cuda.cudart()
 
 
 def _clear_error() -> None:
     """Take the thread's last CUDA error, which the next kernel would report as its own."""
+    import torch
+
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)

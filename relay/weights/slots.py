@@ -9,7 +9,6 @@ Header words: layout fingerprint, newest slot + 1, then for each slot generation
 """
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -45,24 +44,13 @@ class VersionNotAvailable(HeadraceError):
 
 
 class StoredVersion(NamedTuple):
-    """A complete version in a slot; `incarnation` is that of the trainer which made it."""
+    """A version in a slot, without a digest while it is written; `incarnation` is that of the trainer which made it."""
 
     version: int
     digest: str
     slot: int
     generation: int
     incarnation: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class SlotWrite:
-    """A slot that is being written, and the version that it is for."""
-
-    version: int
-    slot: int
-    generation: int
-    buffer: np.ndarray
-    owns_lock: bool
 
 
 def choose_slot(stored: Sequence[StoredVersion | None], newest: int | None, locked: Sequence[bool]) -> int | None:
@@ -78,6 +66,8 @@ class VersionSlots:
         self.segment = segment
         self._mapped: dict[int, np.ndarray | None] = {}
         """The slots that `pin` has mapped; None for those that are not pinned."""
+        self._locked: set[int] = set()
+        """The slots that are written under a lock; one that was taken from readers has none."""
 
     @property
     def fingerprint(self) -> int:
@@ -97,7 +87,7 @@ class VersionSlots:
 
     # -------------------------------------------------------------------------------------------- the writer's side
 
-    def begin(self, version: int, *, force: bool = False, busy: Container[int] = ()) -> SlotWrite | None:
+    def begin(self, version: int, *, force: bool = False, busy: Container[int] = ()) -> StoredVersion | None:
         """A slot to write `version` into, without waiting; None while readers lock all that may be written.
 
         With `force` it takes the oldest of those: its readers find their copies torn, and read again. `busy` slots are not taken.
@@ -118,9 +108,11 @@ class VersionSlots:
             return None
         words = self._slot(slot)
         words[_GENERATION] += 1 + words[_GENERATION] % 2
-        return SlotWrite(version, slot, int(words[_GENERATION]), self.segment.slot(slot), owned[slot])
+        if owned[slot]:
+            self._locked.add(slot)
+        return StoredVersion(version, "", slot, int(words[_GENERATION]))
 
-    def commit(self, write: SlotWrite, digest: str, incarnation: int = 1) -> None:
+    def commit(self, write: StoredVersion, digest: str, incarnation: int = 1) -> None:
         """Make the version readable, and the newest if it is newer than the newest."""
         slot = self._slot(write.slot)
         assert slot[_GENERATION] == write.generation, f"slot {write.slot} was taken over"
@@ -134,7 +126,7 @@ class VersionSlots:
             self.segment.words[_NEWEST] = write.slot + 1
         self._unlock(write)
 
-    def abort(self, write: SlotWrite) -> None:
+    def abort(self, write: StoredVersion) -> None:
         """Abandon an arriving version; its slot stays empty."""
         if self._slot(write.slot)[_GENERATION] == write.generation:
             self._slot(write.slot)[_VERSION] = -1
@@ -154,8 +146,9 @@ class VersionSlots:
         self._mapped.clear()
         self.segment.close()
 
-    def _unlock(self, write: SlotWrite) -> None:
-        if write.owns_lock:
+    def _unlock(self, write: StoredVersion) -> None:
+        if write.slot in self._locked:
+            self._locked.remove(write.slot)
             self.segment.unlock(write.slot, Lock.EXCLUSIVE)
 
     # ------------------------------------------------------------------------------------------- the readers' side

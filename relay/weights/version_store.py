@@ -19,7 +19,7 @@ from ...comm.errors import LinkBroken
 from ...comm.messages.weights import Offer
 from ...comm.shared_memory import Lock, Segment
 from .incoming import IncomingState, IncomingVersion, is_trainer
-from .slots import READER_LOCK_S, SlotWrite, StoredVersion, VersionSlots
+from .slots import READER_LOCK_S, StoredVersion, VersionSlots
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1e-3  # the kernel does not notify of a lock that a reader gives back
@@ -44,7 +44,7 @@ class SlotSource:
         self._slots = slots
         self._slot = held.slot
         self._generations = (held.generation, held.generation + (self._incoming is not None))
-        self._digest = "" if isinstance(held, SlotWrite) else held.digest
+        self._digest = held.digest
         self._is_closed = is_closed
         self._is_locked = False
         self._buffer = slots.segment.slot(held.slot)
@@ -245,7 +245,7 @@ class VersionStore:
         if slot is None:
             self._changed.wait(_POLL_S)
             return None
-        self.incoming = IncomingVersion(offer, slot, state, self._advanced)
+        self.incoming = IncomingVersion(offer, slot, self.slots.segment.slot(slot.slot), state, self._advanced)
         return self.incoming
 
     def _abandon(self) -> None:

@@ -33,8 +33,9 @@ def reader(version_slots):
 
 def put(version_slots, version, force=False):
     arriving = version_slots.begin(version, force=force)
-    arriving.buffer[:] = version % 251
-    version_slots.commit(arriving, digest(arriving.buffer))
+    buffer = version_slots.segment.slot(arriving.slot)
+    buffer[:] = version % 251
+    version_slots.commit(arriving, digest(buffer))
 
 
 def taken(reader, version=None):
@@ -53,8 +54,9 @@ def test_nothing_is_readable_before_the_first_version(reader):
 def test_a_version_is_readable_from_its_completion_on(version_slots, reader):
     arriving = version_slots.begin(1)
     assert reader.newest() is None
-    arriving.buffer[:] = 1
-    version_slots.commit(arriving, digest(arriving.buffer))
+    buffer = version_slots.segment.slot(arriving.slot)
+    buffer[:] = 1
+    version_slots.commit(arriving, digest(buffer))
     assert reader.newest() == 1
     assert taken(reader)[0] == 1
 
