@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..report.timeline import Timeline
-from .figures import latencies, window_of
+from headrace.launch.lab.figures import latencies, window_of
+from headrace.launch.report.timeline import Timeline
 
 if TYPE_CHECKING:
-    from .experiment import Result
+    from .results import Result
 
 
 class PairedLatency(NamedTuple):
@@ -33,10 +33,10 @@ class PairedLatency(NamedTuple):
 
 def paired_table(peer: "Result", ours: "Result") -> str:
     """The ratios of a run to its peer of the same seed, in Markdown."""
-    pairs = PairedLatency.of(Path(ours.folder), Path(peer.folder))
+    pairs = PairedLatency.of(ours.folder, peer.folder)
     ratios = {
         "tokens/s": ours.figures.tokens_per_s / peer.figures.tokens_per_s,
-        "KV in use": ours.figures.kv_util / peer.figures.kv_util,
+        "KV in use": ours.more.kv_util / peer.more.kv_util,
         "latency mean": pairs.mean,
         "median": pairs.p50,
         "p99": pairs.p99,
