@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...comm.messages import RowId
 from ...relay.journal.events import Leased, RowReady
 from ...relay.journal.journal import read_events
 from ..report.timeline import Span, Timeline
@@ -96,18 +97,17 @@ def _share(spans: Sequence[Span], state: str, window: Window) -> float:
     return sum(window.share(span) for span in spans if span.state == state) / window.seconds
 
 
-def latencies(run_dir: Path, window: Window) -> dict[tuple[int, int, int], float]:
-    """Seconds from lease to end of the trajectories that ended in the window, by (epoch, prompt, sample), from the journal."""
-    begun: dict[tuple[int, int, int], float] = {}
-    seconds: dict[tuple[int, int, int], float] = {}
+def latencies(run_dir: Path, window: Window) -> dict[RowId, float]:
+    """Seconds from lease to end of the trajectories that ended in the window, from the journal."""
+    begun: dict[RowId, float] = {}
+    seconds: dict[RowId, float] = {}
     for _, event in read_events(run_dir / "journal.jsonl"):
         match event:
             case Leased(group=group, samples=samples):
                 for sample in samples:
-                    begun.setdefault((group.epoch, group.prompt, sample), event.t)
+                    begun.setdefault(group.row(sample), event.t)
             case RowReady(row=row) if window.start <= event.t < window.end:
-                key = (row.epoch, row.prompt, row.sample)
-                seconds[key] = event.t - begun[key]
+                seconds[row] = event.t - begun[row]
             case _:
                 pass
     return seconds

@@ -23,7 +23,7 @@ def begin_evaluation(event: ev.EvaluationBegun, log: EvaluationLog) -> None:
     log.begun = event
     log.num_begun = log.num_begun + 1
     log.scores = {}
-    ids = (GroupId.of_evaluation(event.number, index) for index in range(sum(event.num_prompts.values())))
+    ids = (GroupId(event.number, index, is_evaluation=True) for index in range(sum(event.num_prompts.values())))
     log.groups = {id_: Group(id_, index, _rows(event.samples)) for index, id_ in enumerate(ids)}
     log.asked += log.open
 
@@ -55,7 +55,7 @@ def evaluation_metrics(begun: ev.EvaluationBegun, scores: Mapping[RowId, ev.Eval
             [
                 score
                 for sample in range(begun.samples)
-                if not (score := scores[GroupId.of_evaluation(begun.number, index).row(sample)]).failure
+                if not (score := scores[GroupId(begun.number, index, is_evaluation=True).row(sample)]).failure
             ]
             for index in range(first, first + num_prompts)
         ]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from headrace.comm.messages import RowId
 from headrace.launch.lab.figures import latencies, window_of
 from headrace.launch.report.timeline import Timeline
 
@@ -47,7 +48,7 @@ def paired_table(peer: "Result", ours: "Result") -> str:
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in (cells, ["---"] * len(cells), cells.values()))
 
 
-def _latencies(run_dir: Path) -> dict[tuple[int, int, int], float]:
+def _latencies(run_dir: Path) -> dict[RowId, float]:
     timeline = Timeline.read(run_dir)
     num_steps = len((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return latencies(run_dir, window_of(timeline, num_steps))
