@@ -7,7 +7,7 @@ import pytest
 
 from headrace.comm.messages import GroupId, RowId
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.evaluations import evaluation_metrics, pass_at_k, pass_sizes
+from headrace.relay.journal.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
 from headrace.relay.journal.journal import Journal, cut_after, read_events, replay
 from headrace.relay.journal.state import HubState, apply
 
