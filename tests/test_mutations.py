@@ -21,8 +21,8 @@ tests = ["tests/comm/test_messages.py"]
 [[mutation]]
 name = "the name of a row has no epoch"
 file = "comm/messages/base.py"
-before = "return RowId(self.epoch, self.prompt, sample)"
-after = "return RowId(0, self.prompt, sample)"
+before = "return RowId(self.epoch, self.prompt, sample,"
+after = "return RowId(0, self.prompt, sample,"
 tests = ["tests/comm/test_messages.py::test_ids_read_as_epoch_prompt_sample"]
 """
 """Of these tests one finds its mutation, the other does not."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -31,7 +31,8 @@ class Trajectory:
     rollout_logprobs: np.ndarray
     loss_mask: np.ndarray
     version: int
-    advantages: np.ndarray
+    advantages: np.ndarray | None = None
+    """None until the learner has them, or by a task of the user's."""
     ref_logprobs: np.ndarray | None = None
     """By the initial policy."""
     proximal_logprobs: np.ndarray | None = None
@@ -55,6 +56,23 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+@dataclass(slots=True)
+class TrajectoryBatch:
+    """This rank's rows of a batch as trajectories, by key and in the order of training. The learner adds what it computes to them."""
+
+    batch: Batch
+    by_key: dict[str, Trajectory]
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """All of this rank."""
+        return list(self.by_key.values())
+
+    def micro_batches(self) -> list[list[Trajectory]]:
+        """As many as all other ranks have, some of them empty."""
+        return [[self.by_key[row.key] for row in part] for part in self.batch.micro_batches]
+
+
 def check_tokens(batch: Batch, vocab_size: int) -> None:
     """Raise SettingError for a row without a prompt, or with a token id outside of the vocabulary: a generator's mistake.
 
@@ -72,14 +90,14 @@ def check_tokens(batch: Batch, vocab_size: int) -> None:
             )
 
 
-def trainable(batch: Batch, *, mask_truncated: bool) -> tuple[Batch, int]:
-    """The batch with columns that the learner may add to, and how many tokens lost their loss.
+def trainable(batch: Batch, *, mask_truncated: bool) -> tuple[TrajectoryBatch, int]:
+    """The trajectories of a batch, and how many tokens lost their loss.
 
     A token without a finite number in each of NUMBERS has no loss, nor has a response that was cut at its longest length, if
     `mask_truncated`. The numbers of all tokens without loss are 0, so that none of them reaches a gradient. Raises SettingError
     for a column `advantages` of another length.
     """
-    found: dict[str, dict[str, np.ndarray]] = {}
+    found: dict[str, Trajectory] = {}
     num_lost = 0
     for row in batch.rows:
         columns = dict(batch.columns[row.key])
@@ -95,9 +113,9 @@ def trainable(batch: Batch, *, mask_truncated: bool) -> tuple[Batch, int]:
             mask &= ~broken
         columns |= {name: np.where(mask, column, np.float32(0)) for name, column in numbers.items()}
         columns["loss_mask"] = mask.astype(np.uint8)
-        found[row.key] = columns
+        found[row.key] = Trajectory.of(row, columns)
         num_lost += num_wanted - int(mask.sum())
-    return replace(batch, columns=found), num_lost
+    return TrajectoryBatch(batch, found), num_lost
 
 
 def _one_per_token(row: RowRef, name: str, column: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -161,6 +179,11 @@ def pack(
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays))).to(device=device, dtype=dtype)
 
+    def required(arrays: list[np.ndarray | None], dtype: torch.dtype) -> Tensor:
+        found = [array for array in arrays if array is not None]
+        assert len(found) == len(arrays), "a trajectory has no advantages"
+        return joined(found, dtype)
+
     def optional(arrays: list[np.ndarray | None]) -> Tensor | None:
         found = [array for array in arrays if array is not None]
         return joined(found, torch.float32) if len(found) == len(arrays) else None
@@ -171,7 +194,7 @@ def pack(
         predictors=joined(predictors, torch.long),
         targets=joined((t.response_ids for t in trajectories), torch.long),
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
-        advantages=joined((t.advantages for t in trajectories), torch.float32),
+        advantages=required([t.advantages for t in trajectories], torch.float32),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
         staleness=version - joined(versions, torch.long),
         response_lengths=torch.tensor([len(t.response_ids) for t in trajectories], device=device),

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..comm.errors import SettingError
 from ..comm.recipe import LoraSettings, Recipe
+from .policy.families import FAMILIES, Family
 
 CHUNK_BYTES = 512 << 20
 """One chunk of logits on a GPU (`policy.head`)."""
@@ -77,7 +78,7 @@ class PolicySizes:
 
     @classmethod
     def _of(cls, config: Mapping[str, Any]) -> "PolicySizes":
-        family = str(config["model_type"])
+        family = FAMILIES.get(config["model_type"], Family())
         hidden = int(config["hidden_size"])
         layers = int(config["num_hidden_layers"])
         heads = config["num_attention_heads"]
@@ -88,12 +89,10 @@ class PolicySizes:
         passed = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
         width = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
         shared = (config.get("shared_expert_intermediate_size") or 0) if experts > 1 else 0
-        has_outer_norms = family in ("gemma2", "gemma3_text")
-        has_head_norms = family in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3")
         matrices = hidden * (2 * query + key_value) + 3 * hidden * (experts * width + shared)
-        biases = query + key_value if family in ("qwen2", "qwen2_moe") or config.get("attention_bias") else 0
-        norms = hidden * (4 if has_outer_norms else 2)
-        is_tied = config.get("tie_word_embeddings", family.startswith("gemma"))
+        biases = query + key_value if family.has_biases or config.get("attention_bias") else 0
+        norms = hidden * family.num_norms
+        is_tied = config.get("tie_word_embeddings", family.is_tied)
         return cls(
             num_layers=layers,
             layer_parameters=matrices + biases + norms + (hidden * experts if experts > 1 else 0),
@@ -103,7 +102,7 @@ class PolicySizes:
             key_value=key_value,
             mlp=passed * width + shared,
             routed=3 * passed * hidden if experts > 1 else 0,
-            norms=norms + (query + key_value // 2 if has_head_norms else 0),
+            norms=norms + (query + key_value // 2 if family.has_head_norms else 0),
             vocab=config["vocab_size"],
             linear=_linear(family, hidden, query, key_value // 2, shared if experts > 1 else width),
         )
@@ -321,9 +320,9 @@ def _size(recipe: Recipe) -> int:
     return 2 if recipe.model.dtype == "bfloat16" else 4
 
 
-def _linear(family: str, hidden: int, query: int, key: int, mlp: int) -> dict[str, tuple[int, int]]:
+def _linear(family: Family, hidden: int, query: int, key: int, mlp: int) -> dict[str, tuple[int, int]]:
     """`PolicySizes.linear`; `mlp` is 0 where all of it is experts."""
-    if family == "phi3":
+    if family.is_fused:
         inputs = {"qkv_proj": (hidden, query + 2 * key)}
         gates = {"gate_up_proj": (hidden, 2 * mlp)}
     else:

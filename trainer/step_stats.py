@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.messages.queue import RowRef
+from ..comm.recipe.run import REWARD_STATISTICS
 from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
 from .batch import PackedBatch
@@ -114,10 +115,6 @@ class StepStats:
         s = self._sums
         n = max(self._sums["tokens"], 1.0)
         out: dict[str, float | dict[str, int]] = {
-            "reward/mean": self.mean_reward,
-            "reward/std": float(rewards.std(unbiased=False)),
-            "reward/min": float(rewards.min()),
-            "reward/max": float(rewards.max()),
             "response_length/mean": s["response_tokens"] / s["responses"],
             "response_length/max": self._maxima["response_tokens"],
             "response_length/clip_ratio": self.cut_share,
@@ -138,7 +135,14 @@ class StepStats:
             "staleness/token_mean": s["staleness"] / n,
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
-        out = {f"reward/{name}": total / count for name, (total, count) in self._notes.items()} | out
+        statistics = {
+            "mean": self.mean_reward,
+            "std": float(rewards.std(unbiased=False)),
+            "min": float(rewards.min()),
+            "max": float(rewards.max()),
+        }
+        notes = {f"reward/{name}": total / count for name, (total, count) in self._notes.items()}
+        out = notes | {f"reward/{name}": statistics[name] for name in REWARD_STATISTICS} | out
         if s["router_loss"]:
             out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
         if s["fresh"]:

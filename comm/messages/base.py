@@ -3,68 +3,53 @@
 import msgspec
 
 _EPOCH_BITS = 15
-_PROMPT_BITS = 36
+_PROMPT_BITS = 35
 _SAMPLE_BITS = 12
 _PARTIAL = "/partial"
+_MARK = "e"
+"""Before the name of a prompt of an evaluation."""
 MAX_SAMPLES = 1 << _SAMPLE_BITS
 """Most samples of one group."""
-_EVALUATION = 1 << (_PROMPT_BITS - 1)
-"""Prompts from this number on are those of an evaluation."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
     """Base of all messages; `type` on the wire is the class name."""
 
 
-class GroupId(msgspec.Struct, frozen=True, order=True):
-    """A prompt's name: `epoch` over the data and index in the data set, or number of an evaluation and index in its prompts."""
+class GroupId(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """A prompt's name: `epoch` over the data and index in the data set; of an evaluation, its number and the index in its prompts."""
 
     epoch: int
     prompt: int
-
-    @staticmethod
-    def of_evaluation(number: int, index: int) -> "GroupId":
-        """A prompt of evaluation `number`; no prompt of training has its name, nor the random numbers of its samples."""
-        return GroupId(number, _EVALUATION + index)
-
-    @property
-    def is_evaluation(self) -> bool:
-        return self.prompt >= _EVALUATION
-
-    @property
-    def evaluation_index(self) -> int:
-        """The index of a prompt of an evaluation."""
-        return self.prompt - _EVALUATION
+    is_evaluation: bool = False
 
     def row(self, sample: int) -> "RowId":
-        return RowId(self.epoch, self.prompt, sample)
+        return RowId(self.epoch, self.prompt, sample, self.is_evaluation)
 
     def __str__(self) -> str:
-        return f"{self.epoch}.{self.prompt}"
+        return f"{_MARK if self.is_evaluation else ''}{self.epoch}.{self.prompt}"
 
 
-class RowId(msgspec.Struct, frozen=True, order=True):
-    """A trajectory's name: `epoch` over the data, `prompt` index in the data set, `sample` within the group."""
+class RowId(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """A trajectory's name: the `sample` within the group of the other fields."""
 
     epoch: int
     prompt: int
     sample: int
+    is_evaluation: bool = False
 
     @property
     def group(self) -> GroupId:
-        return GroupId(self.epoch, self.prompt)
-
-    @property
-    def is_evaluation(self) -> bool:
-        return self.group.is_evaluation
+        return GroupId(self.epoch, self.prompt, self.is_evaluation)
 
     @property
     def number(self) -> int:
-        """The trajectory id of the sampler's random numbers: 63 bits, one for each (epoch, prompt, sample)."""
+        """The trajectory id of the sampler's random numbers: 63 bits, one for each row of training and of evaluations."""
         assert 0 <= self.epoch < 1 << _EPOCH_BITS, f"{self}: the epoch takes more than {_EPOCH_BITS} bits"
         assert 0 <= self.prompt < 1 << _PROMPT_BITS, f"{self}: the prompt takes more than {_PROMPT_BITS} bits"
         assert 0 <= self.sample < MAX_SAMPLES, f"{self}: the sample takes more than {_SAMPLE_BITS} bits"
-        return (self.epoch << _PROMPT_BITS | self.prompt) << _SAMPLE_BITS | self.sample
+        group = (self.epoch << 1 | self.is_evaluation) << _PROMPT_BITS | self.prompt
+        return group << _SAMPLE_BITS | self.sample
 
     def key(self, attempt: int) -> str:
         """The key of its bytes in a storage unit; it names the attempt, so that no attempt overwrites another's bytes."""
@@ -78,11 +63,11 @@ class RowId(msgspec.Struct, frozen=True, order=True):
     def of_key(key: str) -> "tuple[RowId, int]":
         """The row and the attempt that a key of a storage unit names, be it of the whole row or of its first tokens."""
         name, _, attempt = key.removesuffix(_PARTIAL).partition("@")
-        epoch, prompt, sample = map(int, name.split("."))
-        return RowId(epoch, prompt, sample), int(attempt)
+        epoch, prompt, sample = map(int, name.removeprefix(_MARK).split("."))
+        return RowId(epoch, prompt, sample, name.startswith(_MARK)), int(attempt)
 
     def __str__(self) -> str:
-        return f"{self.epoch}.{self.prompt}.{self.sample}"
+        return f"{self.group}.{self.sample}"
 
 
 def is_partial(key: str) -> bool:

@@ -8,8 +8,8 @@ from msgspec import Struct
 from ..errors import SettingError
 from .fields import Count, Finite, NotNegative, OptionalCount, ScheduleName, Seconds
 
-_STATISTICS = ("mean", "std", "min", "max")
-"""Metrics of the sum, `reward/mean` and so on."""
+REWARD_STATISTICS = ("mean", "std", "min", "max")
+"""Metrics of the sum, `reward/mean` and so on; no reward function has one of these names."""
 
 
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +117,7 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             for name, path in zip(names, paths, strict=True)
         ]
         for name in unique:
-            if unique.count(name) > 1 or name in _STATISTICS:
+            if unique.count(name) > 1 or name in REWARD_STATISTICS:
                 raise SettingError(f"reward.path: the name '{name}' is taken already; give the function another one")
         return dict(zip(unique, paths, strict=True))
 

@@ -4,7 +4,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import DataSettings, Recipe
 from ...comm.recipe.evaluation import WAIT_S
 from ...comm.recipe.generation import LEAST_TEMPERATURE
-from ...relay.journal.evaluations import pass_sizes
+from ...relay.journal.evaluation_metrics import pass_sizes
 from ...relay.queue.evaluation_prompts import evaluation_data, evaluation_names
 from .data_checks import CheckedData, check_data
 

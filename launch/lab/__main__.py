@@ -1,29 +1,24 @@
-"""The commands of the lab.
+"""The planner: `python -m headrace.launch.lab plan RECIPE.yaml [KEY=VALUE ...]`; `plan --help` lists its options.
 
-    python -m headrace.launch.lab compare|plan RECIPE.yaml [KEY=VALUE ...]
-
-`compare --help` and `plan --help` list the options of each. The settings `lab.*` describe the emulated devices of a recipe with
-`rollout.engine=emulated` and `trainer.engine=emulated`; `--help` lists them.
+The settings `lab.*` describe the emulated devices of a recipe with `rollout.engine=emulated` and `trainer.engine=emulated`:
 """
 
 import signal
 import sys
 from collections.abc import Sequence
 
-from . import compare, plan
+from . import plan
 from .settings import help_lines
-
-_COMMANDS = {"compare": compare.main, "plan": plan.main}
 
 
 def main(words: Sequence[str]) -> int:
-    """Carry out the command that the first word names; returns its exit code, 2 without a known one."""
-    if words and words[0] in _COMMANDS:
-        return _COMMANDS[words[0]](words[1:])
+    """Plan, or print the settings; returns the exit code, 2 for other words."""
+    if words and words[0] == "plan":
+        return plan.main(words[1:])
     if list(words) == ["--help"]:
         print("\n".join([__doc__ or "", *help_lines()]))
         return 0
-    print(f"error: the commands of the lab are {' and '.join(_COMMANDS)}; see --help", file=sys.stderr)
+    print("error: the command of the lab is plan; see --help", file=sys.stderr)
     return 2
 
 

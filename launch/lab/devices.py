@@ -62,7 +62,7 @@ class Devices:
     def ladders(self, start: Knobs) -> dict[str, Ladder]:
         """All splits, of many devices in steps of a sixteenth; the concurrency up to twice the recipe's."""
         step = max(1, start.rollouts // 16)
-        running = start.max_running or 1
+        running = start.max_running
         splits = {start.rollouts, *range(start.rollouts % step or step, self.most_rollouts + 1, step)}
         return {
             "rollouts": sorted(splits),

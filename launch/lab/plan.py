@@ -57,7 +57,7 @@ class Simulation:
         folder = home / f"{zlib.crc32(text.encode()):08x}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "devices.yaml").write_text(text, encoding="utf-8")
-        return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder, draws=False))
+        return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder))
 
     def figures(self, knobs: Knobs, times: int = 1) -> Figures:
         """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
@@ -66,7 +66,7 @@ class Simulation:
         micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // lab_of(recipe).train_gpus)
         settings = {**knobs.settings, "lab.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
         folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
-        return self.experiment.run(folder, settings).figures
+        return self.experiment.run(folder, settings)
 
     def best(self, budget: int) -> Knobs:
         """The fastest knobs that a climb of at most `budget` runs finds from the balanced ones."""
@@ -147,7 +147,7 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
             raise SettingError("--from: of recipe and run only one emulates its devices")
         simulation = Simulation.of(Devices.of(own), home)
         predicted = simulation.figures(simulation.devices.own)
-        print("\n".join(comparison(predicted, measured_figures(run, own), simulation.devices)), flush=True)
+        print("\n".join(comparison(predicted, measured_figures(run), simulation.devices)), flush=True)
         if not is_emulated(recipe):
             job = MeasuredJob(recipe, relay_seconds(run, measured), measured.roles.relay or 1)
         recipe = _emulated(recipe, run, measured, steps)
@@ -174,10 +174,10 @@ def _emulated(recipe: Recipe, run: Path, measured: Recipe, steps: int) -> Recipe
     return structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
 
 
-def measured_figures(run: Path, own: Recipe) -> Figures:
+def measured_figures(run: Path) -> Figures:
     """The figures of a finished run."""
     timeline, window = measured_part(run)
-    return figures_of(run, timeline, window, lab_of(own).prefill_us * 1e-6)
+    return figures_of(run, timeline, window)
 
 
 def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Iterator[str]:
@@ -261,7 +261,7 @@ def _cells(figures: Figures) -> dict[str, str]:
         "staleness": f"{figures.mean_staleness:.2f}",
         "idle trainer": f"{figures.idle_actor:.1%}",
         "idle rollouts": f"{figures.idle_rollout:.1%}",
-        "latency, s": f"{figures.latency.mean:.3g}",
+        "latency, s": f"{figures.latency_s:.3g}",
         "micro-batches": f"{figures.micro_batches:.1f}",
     }
 

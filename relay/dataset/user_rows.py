@@ -5,7 +5,6 @@ import traceback
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +41,13 @@ class UserRows:
             )
         with self._told(""):
             self._digests = array("Q", bytes(8 * len(self._rows)))
-        # A lease reads its row several times, and a row may take long to make.
-        self._read = lru_cache(64)(self._make)
         if self._digests:
-            self._make(0)  # its second read tells before the run whether rows depend on chance
+            self[0]  # its second read tells before the run whether rows depend on chance
 
     def __len__(self) -> int:
         return len(self._digests)
 
     def __getitem__(self, index: int, /) -> bytes:
-        return self._read(index)
-
-    def _make(self, index: int) -> bytes:
         where = f"row {index + 1}"
         with self._told(f"{where}: "):
             row = self._rows[index]

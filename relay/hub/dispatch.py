@@ -25,8 +25,8 @@ from ..journal import events as ev
 from ..journal.records import RowStatus, TaskRecord
 from ..queue.admission import Admission, first_groups
 from ..queue.batch import TRAIN
-from ..queue.controller import Controller, Task, group_ref_of
 from ..queue.samplers import TokenBalanced
+from ..queue.task_controller import Controller, Task, group_ref_of
 from .context import Handler, HubContext
 from .telemetry import FleetStats, Snapshot
 

@@ -28,8 +28,8 @@ from ..journal import events as ev
 from ..journal.hub_state import HubState
 from ..journal.journal import Journal
 from ..queue.admission import Admission
-from ..queue.controller import Task
 from ..queue.evaluation_prompts import EvaluationPrompts
+from ..queue.task_controller import Task
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
 from .evaluations import Evaluations

@@ -17,9 +17,9 @@ from ...comm.messages.base import GroupId
 from ...comm.recipe import BatchSettings, QueueSettings
 from ..journal.hub_state import HubState
 from ..journal.records import Group, RowStatus
-from .controller import candidate_of
 from .samplers import Budget, Sampler
 from .schedules import SCHEDULES, Schedule
+from .task_controller import candidate_of
 
 
 class Admission:

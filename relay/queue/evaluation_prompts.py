@@ -36,7 +36,7 @@ class EvaluationPrompts:
 
     def place(self, group: GroupId) -> tuple[str, int]:
         """The name of a group's file, and the number of its row there."""
-        index = group.evaluation_index
+        index = group.prompt
         for name, num_prompts in self.num_prompts.items():
             if index < num_prompts:
                 return name, index
@@ -45,7 +45,7 @@ class EvaluationPrompts:
 
     def row(self, group: GroupId) -> msgspec.Raw:
         """The row of a group, as JSON."""
-        rows, index = self._rows[group.evaluation_index]
+        rows, index = self._rows[group.prompt]
         return msgspec.Raw(rows[index])
 
 

@@ -8,8 +8,8 @@ from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from .batch import TRAIN
-from .controller import Task
 from .samplers import Sampler
+from .task_controller import Task
 
 REFERENCE = Task("reference", yields=("ref_logprobs",))
 """Log-probabilities of the initial policy, for the KL term of the loss."""

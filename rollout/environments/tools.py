@@ -18,7 +18,7 @@ from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import EnvironmentSettings
 from .base import Messages, StepResult
-from .calls import call
+from .user_calls import call
 
 Tool = Callable[..., Any]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)

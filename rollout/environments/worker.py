@@ -24,8 +24,8 @@ from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ..user_code.channel import Channel, add_folders, explain
 from .base import StepResult, with_observation
-from .calls import THREADS, call, num_abandoned
 from .tools import ToolEnvironment, tools_of
+from .user_calls import THREADS, call, num_abandoned
 
 BEAT_S = 1.0
 MOST_ABANDONED = THREADS // 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from headrace.launch.lab.plots import pyplot, save
+from .schedules.plots import pyplot, save
 
 WINDOW = 3
 """Steps of a mean of rewards."""

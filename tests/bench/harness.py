@@ -16,7 +16,6 @@ import msgspec
 
 from headrace.comm.environment import STREAMING_COPY_ENV
 from headrace.comm.waits import waiting
-from headrace.launch.lab.measurement import Measurement
 
 _TESTS = str(Path(__file__).resolve().parents[1])
 _PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", _TESTS)]
@@ -44,8 +43,29 @@ class Options:
     seed: int = 0
 
 
+class Measurement(msgspec.Struct, frozen=True):
+    """One figure: `value` in `unit`, and its `ratio` to `peer`. `runs` holds (value, ratio) of several runs; the figure is then
+    their median."""
+
+    name: str
+    peer: str
+    value: float
+    unit: str
+    ratio: float
+    runs: tuple[tuple[float, float], ...] = ()
+    holds: bool = True
+    """False where the program broke a promise."""
+
+
 Work = Callable[[str, Options], list[Measurement]]
 """Runs the workload of this name once."""
+
+
+def write_measurements(rows: Sequence[Measurement], path: Path) -> None:
+    """Write them as indented JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
+
 
 HEADING = f"{'workload':<24} {'value':>10} {'min..max':>16} {'unit':<8} {'ratio':>7} {'min..max':>14}  to"
 

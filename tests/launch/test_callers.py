@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from support.slurm import free_ports
+from support.source_tree import ROOT
 
 from headrace.comm.environment import ADDRESS_FILE
 from headrace.launch import audit, ctl, quickstart, run
-from headrace.launch.lab import compare, plan
+from headrace.launch.lab import plan
 from headrace.launch.processes.secret import SECRET_FILE
 
-EMULATED = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
+EMULATED = ROOT / "tests" / "bench" / "schedules" / "recipes" / "emulated-16.yaml"
 
 
 def environment() -> dict[str, str]:
@@ -32,12 +33,11 @@ def environment() -> dict[str, str]:
         (run.main, ["run.dir=RUN", "run.mode=replay"], 2),
         (run.main, [str(EMULATED), "--dry-run", "--gpus=8x80"], 0),
         (plan.main, [str(EMULATED), "--runs=0"], 2),
-        (compare.main, [str(EMULATED), "no.setting=1"], 2),
         (audit.main, ["RUN"], 2),
         (quickstart.main, ["run.stpes=3"], 2),
         (quickstart.main, ["--dry-run"], 0),
     ],
-    ids=["status", "stop", "join", "refused", "replay", "dry-run", "plan", "compare", "audit", "mistake", "quickstart"],
+    ids=["status", "stop", "join", "refused", "replay", "dry-run", "plan", "audit", "mistake", "quickstart"],
 )
 def test_a_command_leaves_the_environment_of_its_caller_alone(
     tmp_path: Path, command: Callable[[list[str]], int], words: list[str], code: int, monkeypatch: pytest.MonkeyPatch

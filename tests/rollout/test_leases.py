@@ -99,7 +99,7 @@ def test_a_rollout_takes_its_part_of_the_window_where_that_is_more_than_its_part
 
 
 def evaluation_of(request: LeaseRequest, num_groups: int) -> LeaseGrant:
-    groups = [GroupId.of_evaluation(0, index) for index in range(num_groups)]
+    groups = [GroupId(0, index, is_evaluation=True) for index in range(num_groups)]
     leases = [Lease(group, 1, [0, 1], msgspec.Raw(b"{}")) for group in groups]
     return LeaseGrant(request.request_id, request.version, leases)
 

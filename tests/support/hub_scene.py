@@ -20,9 +20,9 @@ from headrace.relay.journal.journal import Journal, read_events, replay
 from headrace.relay.journal.state import HubState
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.batch import TRAIN
-from headrace.relay.queue.controller import Task
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
 from headrace.relay.queue.schedules import SCHEDULES
+from headrace.relay.queue.task_controller import Task
 from headrace.relay.queue.tasks import open_sampler
 
 

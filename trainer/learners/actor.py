@@ -15,7 +15,7 @@ from ..actor_group import ActorGroup
 from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import policy_loss
 from ..algorithms.router_loss import load_balancing_loss
-from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, check_tokens, pack, trainable
+from ..batch import PADDING_TRAJECTORY, PackedBatch, TrajectoryBatch, check_tokens, pack, trainable
 from ..checkpoint import TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
 from ..policy.routers import recorded_routers
@@ -45,7 +45,7 @@ class Actor:
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer, critic)
         self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
-        self.batches: list[Batch] = []
+        self.batches: list[TrajectoryBatch] = []
         self.updates: list[Update] = []
         self.start = StartWeights(self.policy)
         self._num_updates = recipe.batch.updates_per_version * recipe.batch.passes
@@ -72,22 +72,23 @@ class Actor:
         started = time.monotonic()
         check_tokens(batch, self.policy.vocab_size)
         stats.add(batch)
-        batch, num_non_finite = trainable(batch, mask_truncated=self.recipe.algorithm.mask_truncated)
+        taken, num_non_finite = trainable(batch, mask_truncated=self.recipe.algorithm.mask_truncated)
         stats.add_non_finite(num_non_finite)
         if self.critic is not None:
-            _add_column(batch, "values", self.critic.values(batch))
+            for row, values in zip(taken.rows, self.critic.values(batch), strict=True):
+                row.values = values
         if self.needs_whole_step or self.recipe.batch.passes > 1:
-            self.batches.append(batch)
+            self.batches.append(taken)
         if not self.needs_whole_step:
-            add_advantages([batch], self.recipe, self.group)
-            self._train([batch], stats)
+            self._add_advantages([taken])
+            self._train([taken], stats)
         self._update_s += time.monotonic() - started
 
     def step(self, stats: StepStats) -> dict[str, float]:
         """Finish the updates of the step; returns their metrics. A collective of all ranks."""
         started = time.monotonic()
         if self.needs_whole_step:
-            add_advantages(self.batches, self.recipe, self.group)
+            self._add_advantages(self.batches)
             self._train(self.batches, stats)
         self._end_pass()
         for _ in range(1, self.recipe.batch.passes):
@@ -123,21 +124,25 @@ class Actor:
         if self.critic is not None:
             self.critic.discard()
 
-    def _train(self, batches: Sequence[Batch], stats: StepStats) -> None:
+    def _add_advantages(self, batches: Sequence[TrajectoryBatch]) -> None:
+        add_advantages(batches, self.recipe.algorithm, self.recipe.sampling.max_new_tokens, self.group)
+
+    def _train(self, batches: Sequence[TrajectoryBatch], stats: StepStats) -> None:
         """Accumulate the gradients of batches, and update the weights where a part of the step's groups ends."""
         for batch in batches:
             if self._keeps_proximal and 0 < len(self.updates) < self.recipe.batch.updates_per_version:
-                _add_column(batch, "proximal_logprobs", self._start_logprobs(batch))
-            for number, part in enumerate(batch.micro_batches):
-                needs_gradient = number < len(batch.micro_batches) - batch.num_forward
-                rows = [Trajectory.of(row, batch.columns[row.key]) for row in part]
+                for row, logprobs in zip(batch.rows, self._start_logprobs(batch.batch), strict=True):
+                    row.proximal_logprobs = logprobs
+            micro_batches = batch.micro_batches()
+            for number, rows in enumerate(micro_batches):
+                needs_gradient = number < len(micro_batches) - batch.batch.num_forward
                 is_updated = bool(self.updates)
                 packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, is_updated=is_updated)
                 logprobs = self._backward(packed, stats, needs_gradient=needs_gradient and not self.is_frozen)
                 if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
-                    for row, own in zip(part, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
-                        batch.columns[row.key]["proximal_logprobs"] = own.cpu().numpy()
-            self._num_groups += len(batch.row_batch.groups)
+                    for row, own in zip(rows, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
+                        row.proximal_logprobs = own.cpu().numpy()
+            self._num_groups += len(batch.batch.row_batch.groups)
             if self._num_groups in self.recipe.batch.update_ends[:-1]:
                 self._update()
 
@@ -198,8 +203,3 @@ class Actor:
             cause = cause if weight else "no token has a loss"
             say(f"step {self.version + 1}: an update of the weights is skipped: {cause}")
         self.updates.append(update)
-
-
-def _add_column(batch: Batch, name: str, columns: Sequence[np.ndarray]) -> None:
-    for row, column in zip(batch.rows, columns, strict=True):
-        batch.columns[row.key][name] = column

@@ -27,25 +27,47 @@ class Family(NamedTuple):
     """Routers choose `num_experts_per_tok` experts for each token."""
     has_sinks: bool = False
     """Each head has a learned score that its softmax counts and that carries no value (`AttentionSpec.sinks`)."""
+    is_tied: bool = False
+    """The LM head is the embedding where `config.json` does not say."""
+    num_norms: int = 2
+    """Norms of the hidden size in each layer."""
+    has_head_norms: bool = False
+    """Norms of query and key."""
+    is_fused: bool = False
+    """One matrix for query, key and value, and one for gate and up."""
+    has_biases: bool = False
+    """Query, key and value have biases whatever `attention_bias` says."""
+    score_cap: str = ""
+    """The setting of `config.json` that soft-caps the scores of attention; none for most families."""
+    logit_cap: str = ""
+    """The same for the logits."""
+    logit_divisor: str = ""
+    """The setting that divides the logits."""
 
 
+_GEMMA = Family(is_tied=True)
+_GEMMA_2 = Family(is_tied=True, num_norms=4, score_cap="attn_logit_softcapping", logit_cap="final_logit_softcapping")
 FAMILIES = {
     "llama": Family(is_llama_line=True),
-    "qwen2": Family(is_llama_line=True),  # biases of query, key and value
-    "qwen3": Family(is_llama_line=True),  # norms of each head's query and key
+    "qwen2": Family(is_llama_line=True, has_biases=True),
+    "qwen3": Family(is_llama_line=True, has_head_norms=True),
     "mistral": Family(is_llama_line=True),  # a sliding window in every layer
-    "phi3": Family(is_llama_line=True, ropes=_POSITIONAL_ROPES | _LONG_ROPES),  # fused projections
+    "phi3": Family(is_llama_line=True, is_fused=True, ropes=_POSITIONAL_ROPES | _LONG_ROPES),
     "smollm3": Family(),  # some layers without rotary embedding
-    "granite": Family(),  # multipliers of embedding, residual and scores; `logits_scaling` divides the logits
-    "gemma": Family(),  # norms times 1 + weight, embeddings times sqrt(hidden size)
-    "gemma2": Family(),  # as Gemma; norms behind attention and MLP; soft-capped scores and logits; windows in some layers
-    "gemma3_text": Family(),  # as Gemma 2, with norms of query and key and a rotary embedding for each kind of layer
-    "olmo2": Family(),  # norms behind attention and MLP instead of before; norms of query and key over all heads
-    "olmo3": Family(),  # as OLMo 2; windows in some layers; a rotary embedding for each kind of layer
+    "granite": Family(logit_divisor="logits_scaling"),  # multipliers of embedding, residual and scores
+    "gemma": _GEMMA,  # norms times 1 + weight, embeddings times sqrt(hidden size)
+    "gemma2": _GEMMA_2,  # as Gemma; norms behind attention and MLP as well; windows in some layers
+    "gemma3_text": _GEMMA_2._replace(has_head_norms=True),  # as Gemma 2; a rotary embedding for each kind of layer
+    "olmo2": Family(
+        has_head_norms=True
+    ),  # norms behind attention and MLP instead of before; those of heads over all heads
+    "olmo3": Family(
+        has_head_norms=True
+    ),  # as OLMo 2; windows in some layers; a rotary embedding for each kind of layer
     "mixtral": Family(has_experts=True),
-    "qwen2_moe": Family(has_experts=True),  # and one expert that every token passes
-    "qwen3_moe": Family(has_experts=True),  # as Qwen 3
-    "granitemoe": Family(has_experts=True),  # as Granite
+    "qwen2_moe": Family(has_experts=True, has_biases=True),  # and one expert that every token passes
+    "qwen3_moe": Family(has_experts=True, has_head_norms=True),
+    "granitemoe": Family(has_experts=True, logit_divisor="logits_scaling"),  # as Granite
     "gpt_oss": Family(has_experts=True, has_sinks=True),  # clamped SwiGLU with biases; windows in some layers
 }
 """By transformers' model type. Each is tested against transformers."""
@@ -70,9 +92,14 @@ def text_config(config: Any) -> Any:
     return text
 
 
-def has_sinks(config: Any) -> bool:
-    """Whether attention needs `AttentionSpec.sinks`."""
-    return FAMILIES[config.model_type].has_sinks
+def family_of(config: Any) -> Family:
+    """The facts about the family of a configuration."""
+    return FAMILIES[config.model_type]
+
+
+def cap_of(config: Any, setting: str) -> float | None:
+    """The value of a setting of `Family` that soft-caps; None where the family or this policy has none."""
+    return getattr(config, setting) if setting else None
 
 
 def is_llama_line(config: Any) -> bool:

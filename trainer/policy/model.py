@@ -23,7 +23,7 @@ from ...relay.checkpoints import share_by_umask
 from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .exact.decoder import ExactDecoder
-from .families import check_exact_supported, check_splittable, check_supported, text_config
+from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
 from .head import LogitsHead
 from .loading import read_weights
 from .rope import LongRope, RopeRows
@@ -56,8 +56,9 @@ class Policy(nn.Module):
         self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
         self.vocab_size: int = self.config.vocab_size
-        self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.logit_divisor: float = getattr(self.config, "logits_scaling", 1.0)
+        family = family_of(self.config)
+        self.logit_softcap = cap_of(self.config, family.logit_cap)
+        self.logit_divisor: float = getattr(self.config, family.logit_divisor) if family.logit_divisor else 1.0
         self.tensor_parallel = TensorParallel()
         self.rope = RopeRows(self.config)
         if self.rope.switch is not None:

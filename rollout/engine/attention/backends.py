@@ -8,7 +8,7 @@ import torch
 from ....comm.errors import SettingError
 from ....trainer.policy.attention import Attention
 from ....trainer.policy.exact.operators import PAGE, ExactOperators
-from ....trainer.policy.families import has_sinks
+from ....trainer.policy.families import cap_of, family_of
 from .cpu import GatherAttention, PoolAttention
 from .cuda import FLASH_PAGE, ExactTableAttention, FlashAttention, TritonAttention, VarlenAttention, has_varlen
 
@@ -60,8 +60,9 @@ def _exact(wanted: str, cache: "KVCache", operators: ExactOperators) -> DecodeAt
 
 def _abilities(policy: "Policy", cache: "KVCache") -> dict[str, bool]:
     """Whether each back-end can compute this policy's attention here, best first."""
-    has_softcap = getattr(policy.config, "attn_logit_softcapping", None) is not None
-    sinks = has_sinks(policy.config)
+    family = family_of(policy.config)
+    has_softcap = cap_of(policy.config, family.score_cap) is not None
+    sinks = family.has_sinks
     is_cuda = policy.device.type == "cuda"
     is_half = policy.dtype in (torch.bfloat16, torch.float16)
     takes_flash = is_cuda and is_half and policy.head_dim <= 256 and cache.page_size % FLASH_PAGE == 0

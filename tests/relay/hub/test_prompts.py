@@ -68,6 +68,19 @@ def test_a_row_that_cannot_be_used_is_dropped_once_and_passed_over_in_every_epoc
     assert replay(scene.path) == state
 
 
+def test_a_lease_reads_its_row_once(scene: Scene, tmp_path: Path):
+    read: list[int] = []
+
+    class Counted(JsonLines):
+        def __getitem__(self, index: int, /) -> bytes:
+            read.append(index)
+            return super().__getitem__(index)
+
+    give(scene, tmp_path, GOOD, "not JSON", GOOD)
+    scene.hub.prompts.pool = PromptPool(Counted(tmp_path / "other.jsonl"), shuffle=False, seed=0)
+    assert [group.prompt for group in leased(scene, 1, 2)] == [0, 2] and read == [0, 1, 2]
+
+
 def test_a_prompt_that_a_rollout_refuses_is_not_leased_again_and_its_rows_have_failed(scene: Scene, tmp_path: Path):
     give(scene, tmp_path, GOOD, GOOD)
     first, second = leased(scene, 1, 2)

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.comm.messages import GroupId, RowId
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.evaluations import evaluation_metrics, pass_at_k, pass_sizes
+from headrace.relay.journal.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
 from headrace.relay.journal.journal import Journal, cut_after, read_events, replay
 from headrace.relay.journal.state import HubState, apply
 
@@ -22,7 +22,7 @@ def begun(
 
 
 def sample(index: int, number: int = 0, sample: int = 0) -> RowId:
-    return GroupId.of_evaluation(number, index).row(sample)
+    return GroupId(number, index, is_evaluation=True).row(sample)
 
 
 def folded(*events: ev.Event) -> HubState:
@@ -34,7 +34,7 @@ def folded(*events: ev.Event) -> HubState:
 
 
 def leased(index: int, attempt: int = 1) -> ev.Leased:
-    group = GroupId.of_evaluation(0, index)
+    group = GroupId(0, index, is_evaluation=True)
     return ev.Leased(group=group, samples=[0, 1], attempt=attempt, version=0, holder="rollout-0")
 
 

@@ -96,11 +96,8 @@ def test_gae_goes_from_a_turns_last_token_to_the_first_of_the_next_turn():
 
 def test_a_kl_penalty_in_the_reward_leaves_out_inserted_tokens():
     mask = masks()[0]
-    columns = {
-        "loss_mask": mask,
-        "response_ids": np.zeros(len(mask), np.int32),
-        "rollout_logprobs": np.zeros(len(mask), np.float32),
-        "ref_logprobs": np.full(len(mask), -3.0, np.float32),
-    }
-    penalty = kl_penalty(columns, AlgorithmSettings(kl_coef=0.5, kl_in="reward", kl_estimator="k1"))
+    tokens = np.zeros(len(mask), np.int32)
+    row = Trajectory(tokens, tokens, np.zeros(len(mask), np.float32), loss_mask=mask, version=0)
+    row.ref_logprobs = np.full(len(mask), -3.0, np.float32)
+    penalty = kl_penalty(row, AlgorithmSettings(kl_coef=0.5, kl_in="reward", kl_estimator="k1"))
     assert penalty.tolist() == pytest.approx((1.5 * mask).tolist())

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headrace.comm.errors import SettingError
-from headrace.trainer.algorithms.losses import LossInputs, open_loss
+from headrace.launch.config.load import read_recipe
+from headrace.trainer.algorithms.losses import LOSSES, LossInputs, open_loss
 
 LENGTHS = (4, 1, 3)
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
@@ -36,6 +37,12 @@ FORMULAS: dict[tuple[str, float | None], Formula] = {
     ),
     ("reinforce", None): lambda new, old, advantage, frozen: -advantage * new,
 }
+
+
+def test_the_recipe_takes_each_loss_by_its_name_and_each_has_a_formula():
+    for name in LOSSES:
+        assert read_recipe(None, [f"algorithm.loss={name}"]).algorithm.loss == name
+    assert {name for name, _ in FORMULAS} == LOSSES.keys()
 
 
 def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -105,7 +112,7 @@ def test_tokens_whose_ratio_the_clip_bounds_are_marked():
     assert clipped("reinforce", [9.0], [0.0], [1.0]) == [False]
 
 
-@pytest.mark.parametrize("name", ["clip", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_token_with_a_ratio_beyond_all_bounds_gives_a_finite_gradient(name: str):
     logprobs = torch.tensor([-1.0, -0.1, -200.0, -3.0], dtype=torch.float64, requires_grad=True)
     x = LossInputs(

@@ -12,6 +12,7 @@ from headrace.comm.messages import GroupId
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings, QueueSettings, Recipe, SamplingSettings
 from headrace.comm.recipe.queue import TaskSettings
+from headrace.trainer.algorithms.losses import LOSSES
 from headrace.trainer.algorithms.objective import LossTerms, has_gradient, policy_loss
 
 LENGTHS, MAX_NEW_TOKENS = (5, 2, 4, 1, 3, 6), 8
@@ -93,7 +94,7 @@ def test_the_loss_and_both_gradients_follow_the_formula(loss_agg: str):
 
 
 @pytest.mark.parametrize("loss_agg", AGGREGATIONS)
-@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_any_split_over_micro_batches_gives_the_same_loss_and_gradient(loss: str, loss_agg: str):
     recipe = recipe_of(loss=loss, loss_agg=loss_agg, kl_coef=KL_COEF, clip_dual=3.0)
     whole = step_of(recipe, [[0, 1, 2, 3, 4, 5]])
@@ -103,7 +104,7 @@ def test_any_split_over_micro_batches_gives_the_same_loss_and_gradient(loss: str
         assert gradient == pytest.approx(whole[1], abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_tokens_without_loss_change_nothing(loss: str):
     terms = []
     for hidden in (0.0, 5.0):

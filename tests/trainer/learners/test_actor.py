@@ -207,10 +207,9 @@ def test_the_proximal_policy_is_that_of_the_start_of_the_version(policy_dir):
         actor.accumulate(batch, stats)
     with torch.no_grad():
         for batch in actor.batches:
-            for row in batch.rows:
-                columns = batch.columns[row.key]
-                expected = logprobs_by_hand(model, columns).numpy()
-                assert columns["proximal_logprobs"] == pytest.approx(expected, abs=2e-5)
+            for key, row in batch.by_key.items():
+                expected = logprobs_by_hand(model, batch.batch.columns[key]).numpy()
+                assert row.proximal_logprobs == pytest.approx(expected, abs=2e-5)
     assert len(actor.updates) == 3
 
 

@@ -39,9 +39,9 @@ def batch_with_references() -> Batch:
 
 
 def advantages_of(batch: Batch, recipe: Recipe, group: ActorGroup) -> dict[str, np.ndarray]:
-    batch, _ = trainable(batch, mask_truncated=False)
-    add_advantages([batch], recipe, group)
-    return {row.key: batch.columns[row.key]["advantages"] for row in batch.rows}
+    taken, _ = trainable(batch, mask_truncated=False)
+    add_advantages([taken], recipe.algorithm, recipe.sampling.max_new_tokens, group)
+    return {key: row.advantages for key, row in taken.by_key.items() if row.advantages is not None}
 
 
 def penalty_of(columns: dict[str, np.ndarray]) -> float:

@@ -2,24 +2,29 @@
 
 import json
 import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
-from support.emulated_run import FAST
+from bench.schedules import compare
+from bench.schedules.compare import Variant, middle, rows_of, table, variants
+from bench.schedules.figures import MoreFigures, more_figures, weight_wait_s
+from bench.schedules.knobs import Knobs, key_of, read_tuned, save_tuned
+from bench.schedules.paired_latency import PairedLatency, paired_table
+from bench.schedules.plots import draw_comparison, draw_gantt
+from bench.schedules.results import Result
+from bench.schedules.scaling import curves_of, scaling_table
+from support.emulated_run import EMULATED, FAST
 from support.system import System
 
-from headrace.comm.clock import Clock
 from headrace.comm.errors import SettingError
-from headrace.comm.trace import Trace
+from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
-from headrace.launch.lab import compare
-from headrace.launch.lab.compare import Variant, middle, rows_of, table, variants
-from headrace.launch.lab.experiment import Experiment, Result
-from headrace.launch.lab.figures import Figures, Latency, Window, figures_of, weight_wait_s, window_of
-from headrace.launch.lab.plots import draw_comparison, draw_gantt
-from headrace.launch.lab.scaling import curves_of, scaling_table
-from headrace.launch.lab.tuning import Knobs, key_of, save_tuned
+from headrace.launch.lab.experiment import Experiment
+from headrace.launch.lab.figures import Figures, Window, figures_of, window_of
+from headrace.launch.lab.settings import LabSettings, lab_of
+from headrace.launch.lab.virtual.run import VirtualRun
 from headrace.launch.report.timeline import Span, Timeline
 from headrace.launch.run import prepare
 
@@ -32,13 +37,21 @@ def result(tokens_per_s: float, *, weight_wait_s: float = 10.0, kv_util: float =
         step_s=100.0,
         idle_actor=0.1,
         idle_rollout=0.2,
-        kv_util=kv_util,
-        recompute_share=0.1,
-        weight_wait_s=weight_wait_s,
-        latency=Latency(80.0, 300.0),
+        latency_s=80.0,
         staleness={"0": 0.5, "2": 0.5},
     )
-    return Result("runs/x", 8, 32, figures)
+    return Result(Path("runs/x"), 8, 32, figures, MoreFigures(kv_util, 0.1, weight_wait_s, 300.0))
+
+
+def virtual_run(folder: Path, **settings: object) -> Recipe:
+    """A short run in virtual time; keys have `__` for a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.jsonl").write_text('{"prompt": "p"}\n' * 64)
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    words = EMULATED | {"run.dir": folder, "data.path": folder / "prompts.jsonl"} | named
+    recipe = read_recipe(None, [f"{key}={value}" for key, value in words.items()])
+    VirtualRun(recipe).run()
+    return recipe
 
 
 def generate(version: int, start: float, end: float) -> Span:
@@ -111,14 +124,14 @@ def test_an_ablation_shows_the_gain_of_each_schedule_over_the_one_before():
 
 
 def test_a_row_of_too_few_steps_for_its_staleness_is_marked():
-    short = structs.replace(result(1000), figures=structs.replace(result(1000).figures, is_settled=False))
+    short = replace(result(1000), more=result(1000).more._replace(is_settled=False))
     lines = table({"headrace": short, "partial": result(1000)}).splitlines()
     assert "| 100 TOO FEW STEPS |" in lines[2] and "TOO FEW" not in lines[3]
 
 
 def test_of_several_seeds_the_table_shows_the_median_and_the_spread():
     chosen = middle([result(1400, kv_util=0.9), result(1000), result(1100, kv_util=0.7)])
-    assert (chosen.figures.kv_util, chosen.speeds) == (0.7, (1000, 1100, 1400))
+    assert (chosen.more.kv_util, chosen.speeds) == (0.7, (1000, 1100, 1400))
     assert "| 1,100 (1,000 to 1,400) |" in table({"headrace": chosen})
     assert "| 1,000 |" in table({"headrace": middle([result(1000)])})
 
@@ -176,52 +189,21 @@ def test_every_variant_is_a_valid_recipe(tmp_path: Path):
         prepare(read_recipe(RECIPE, words)).close()
 
 
-def test_a_timeline_puts_processes_with_different_clocks_on_one_axis(tmp_path: Path):
-    for name in ("a", "b"):
-        trace = Trace(tmp_path, name, Clock())
-        trace.enter("busy", version=1)
-        trace.enter("busy", version=1)
-        trace.enter("idle")
-        trace.counters(load=0.5)
-        trace.close()
-    path = tmp_path / "trace" / "b.jsonl"
-    head, *rest = [json.loads(line) for line in path.read_text().splitlines()]
-    moved = [head | {"clock": head["clock"] + 1e6}, *({**line, "t": line["t"] + 1e6} for line in rest)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in moved) + '{"state": "killed in the mid')
-    timeline = Timeline.read(tmp_path)
-    starts = {name: [span.start for span in spans] for name, spans in timeline.spans.items()}
-    assert [span.state for span in timeline.spans["b"]] == ["busy", "idle"]
-    assert abs(starts["a"][0] - starts["b"][0]) < 1.0
-    timeline.write(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "C"} and min(e.get("ts", 0) for e in events) >= 0
-
-
-def test_the_trace_of_a_long_run_has_all_states_and_a_part_of_the_samples(tmp_path: Path):
-    (tmp_path / "trace").mkdir()
-    lines: list[dict[str, object]] = [{"process": "a", "clock": 0.0, "wall": 0.0}]
-    for t in range(100):
-        lines += [{"state": "generate", "t": t, "d": 1}, {"t": t, "values": {"running": t}}]
-    path = tmp_path / "trace" / "a.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    whole, part = Timeline.read(tmp_path), Timeline.read(tmp_path, path.stat().st_size // 4)
-    assert part.spans == whole.spans and len(whole.samples["a"]) == 100
-    assert len(part.samples["a"]) == 20 and part.samples["a"][-1] == whole.samples["a"][-1]
-
-
 def test_a_finished_run_gives_its_figures_and_plots(tmp_path: Path):
     words = {**FAST, "run.steps": 7, "run.schedule": "one_step"}
     system = System(tmp_path, **words).start_all(num_rollouts=2)
     system.wait()
     timeline = Timeline.read(system.dir)
-    figures = figures_of(system.dir, timeline, window_of(timeline, 7), prefill_s=1e-4)
-    assert set(figures.staleness) <= {"0", "1"} and 0 <= figures.kv_util < 1
-    assert figures.recompute_share == 0, "nothing changes midway"
+    figures = figures_of(system.dir, timeline, window_of(timeline, 7))
+    more = more_figures(system.dir, figures, prefill_s=1e-4)
+    assert set(figures.staleness) <= {"0", "1"} and 0 <= more.kv_util < 1
+    assert more.recompute_share == 0, "nothing changes midway"
     assert 0 < figures.idle_actor < 1 and 0 < figures.idle_rollout < 1
-    assert figures.weight_wait_s > 0, "the broadcast, and the barrier before it; the window's ends may cut a wait"
-    assert 0 < figures.latency.mean <= figures.latency.max
+    assert more.weight_wait_s > 0, "the broadcast, and the barrier before it; the window's ends may cut a wait"
+    assert 0 < figures.latency_s <= more.longest_s
     draw_gantt(timeline, "one_step", tmp_path / "gantt.png")
-    draw_comparison({"one_step": figures, "again": figures}, tmp_path / "compare.png")
+    once = Result(system.dir, 2, 32, figures, more)
+    draw_comparison({"one_step": once, "again": once}, tmp_path / "compare.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("gantt.png", "compare.png"))
 
 
@@ -263,3 +245,90 @@ def test_two_schedules_are_run_compared_and_kept(tmp_path: Path, capsys: pytest.
     assert compare.main(words) == 0, "finished runs are read again"
     assert "runs" not in capsys.readouterr().err
     assert len(list((tmp_path / "runs").glob("*/gantt.png"))) == 2
+
+
+def test_latencies_are_compared_trajectory_by_trajectory(tmp_path: Path):
+    slower = {
+        "lab__weights_ms": 19.8,
+        "lab__request_us": 82,
+        "lab__kv_ns": 61,
+        "lab__prefill_us": 82,
+    }
+    results: list[Result] = []
+    for name, device in (("one", {}), ("slower", slower)):
+        folder = tmp_path / name
+        virtual_run(folder, run__schedule="sync", run__steps=7, **device)
+        timeline = Timeline.read(folder)
+        figures = figures_of(folder, timeline, window_of(timeline, 7))
+        results.append(Result(folder, 2, 32, figures, more_figures(folder, figures, 0.0)))
+    pairs = PairedLatency.of(tmp_path / "slower", tmp_path / "one")
+    assert pairs.num == 2 * 16, "two steps are measured"
+    assert pairs[1:] == pytest.approx([2] * 4, rel=0.05)
+    ratios = paired_table(*results).splitlines()[-1]
+    assert ratios.startswith("| ratio | 2 + 32 | 0.5")
+    assert ratios.endswith(f"| {pairs.mean:.3f} | {pairs.p50:.3f} | {pairs.p99:.3f} | {pairs.longest:.3f} | 32 |")
+
+
+def test_schedules_are_compared_in_virtual_time_at_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = [
+        str(RECIPE), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "batch.samples_per_prompt=2", "--gpus", "16", "32",
+        "--fixed-batch", "16", "--only", "sync-colocated", "partial", "headrace",
+        "--json", str(tmp_path / "rows.json"),
+    ]  # fmt: skip
+    assert compare.main(words) == 0
+    ratios = {row["name"]: row["ratio"] for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert Counter(name.split("-")[-1] for name in ratios) == {"16gpus": 4, "32gpus": 4}
+    assert ratios["headrace-over-partial-16gpus"] > 0 and ratios["sync-colocated-32gpus"] == 1.0
+    assert "| partial |" in capsys.readouterr().out
+    assert "| schedule | 16 GPUs | 32 GPUs |" in (tmp_path / "runs" / "scaling.md").read_text()
+    assert (tmp_path / "runs" / "scaling.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(("model", "billions", "layers", "kv_heads"), [("7b", 7.6, 28, 4), ("72b", 72.7, 80, 8)])
+def test_the_devices_of_other_models_follow_from_the_shares_of_the_hardware_that_32b_uses(
+    model: str, billions: float, layers: int, kv_heads: int
+):
+    base, other = LabSettings(), lab_of(read_recipe(RECIPE.with_name(f"emulated-{model}.yaml"), []))
+    larger, gpus = billions / 32.5, other.gpus_per_rollout / base.gpus_per_rollout
+    bytes_ratio = layers * kv_heads / (64 * 8)
+    activations_gb = (
+        0.85 * 80 * base.gpus_per_rollout - base.weights_gb - base.kv_tokens * base.kv_token_bytes / 1e9
+    ) * gpus
+    expected = {
+        "weights_gb": base.weights_gb * larger,
+        "weights_ms": base.weights_ms * larger / gpus,
+        "request_us": base.request_us * larger / gpus,
+        "prefill_us": base.prefill_us * larger / gpus,
+        "kv_token_bytes": base.kv_token_bytes * bytes_ratio,
+        "kv_ns": base.kv_ns * bytes_ratio / gpus,
+        "kv_tokens": (0.85 * 80 * other.gpus_per_rollout - other.weights_gb - activations_gb) * 1e9 / other.kv_token_bytes,
+        "train_us": base.train_us * larger,
+    }  # fmt: skip
+    assert {name: getattr(other, name) for name in expected} == pytest.approx(expected, rel=0.01)
+
+
+def test_a_run_whose_trajectories_last_for_several_steps_needs_more_steps(tmp_path: Path):
+    for length, median, train_us in (("long", 600, 100), ("short", 60, 100_000)):
+        words = {"lab__median_tokens": median, "lab__train_us": train_us, "run__steps": 10}
+        virtual_run(tmp_path / length, roles__rollout=4, **words)
+        timeline = Timeline.read(tmp_path / length)
+        figures = figures_of(tmp_path / length, timeline, window_of(timeline, 10))
+        more = more_figures(tmp_path / length, figures, 0.0)
+        assert more.is_settled == (length == "short"), "of 10 steps, 4 and 2 do not count"
+
+
+def test_an_entrant_is_tuned_within_its_budget_and_then_compared_with_several_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = tmp_path / "devices.yaml"
+    recipe.write_text(RECIPE.read_text().replace("samples_per_prompt: 16", "samples_per_prompt: 2"))
+    words = [
+        str(recipe), f"run.dir={tmp_path / 'runs'}", "run.steps=6", "--gpus", "16",
+        "--fixed-batch", "16", "--only", "partial", "--tune", "3", "--seeds", "2",
+    ]  # fmt: skip
+    assert compare.main(words) == 0
+    folders = {path.parent.name for path in (tmp_path / "runs").glob("*/outcome.json")}
+    assert len(folders) == 3 + 1, "the budget, and the second seed of the best"
+    chosen = read_tuned(str(recipe))["16-16groups"]["partial"]
+    out = capsys.readouterr().out
+    assert f"| {str(chosen) or '-'} |" in out and " to " in out.splitlines()[-1]

@@ -1,9 +1,9 @@
 """Compares the schedules: runs them in turn on the same prompts, seeds and devices, and tabulates their figures.
 
-    python -m headrace.launch.lab compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--repack-train-gpus N]
+    python tests/bench compare RECIPE.yaml [KEY=VALUE ...] [--gpus N ...] [--fixed-batch GROUPS] [--repack-train-gpus N]
         [--only NAME ...] [--tune RUNS] [--seeds N] [--json FILE]
 
-RECIPE emulates its devices. Each run is one in virtual time (`virtual/`) in its own folder under `run.dir`; a run of the same recipe that is finished there is not repeated. docs/develop/lab.md explains the rows.
+RECIPE emulates its devices. Each run is one in virtual time (`launch/lab/virtual`) in its own folder under `run.dir`; a run of the same recipe that is finished there is not repeated. docs/develop/lab.md explains the rows.
 """
 
 import argparse
@@ -11,21 +11,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from msgspec import structs
+from headrace.comm.errors import SettingError
+from headrace.comm.recipe import Recipe
+from headrace.launch.config.checks import is_emulated
+from headrace.launch.config.load import read_recipe
+from headrace.launch.lab.experiment import Experiment, exit_code
+from headrace.launch.lab.settings import lab_of
+from headrace.launch.lab.tuning import climb
+from headrace.launch.processes.child import print_message
+from headrace.relay.queue import schedules
 
-from ...comm.errors import SettingError
-from ...comm.recipe import Recipe
-from ...relay.queue import schedules
-from ..config.checks import is_emulated
-from ..config.load import read_recipe
-from ..processes.child import print_message
-from .experiment import Experiment, Result, exit_code
-from .measurement import Measurement, write_measurements
+from ..harness import Measurement, write_measurements
+from .knobs import KNOBS, Knobs, key_of, ladders, other_devices, read_tuned, save_tuned
 from .paired_latency import paired_table
 from .plots import draw_comparison, draw_scaling, pyplot
+from .results import Result, run_variant
 from .scaling import curves_of, scaling_table
-from .settings import lab_of
-from .tuning import KNOBS, Knobs, climb, key_of, ladders, other_devices, read_tuned, save_tuned
 
 SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
 REPACK = ("repack-off", "repack-on")
@@ -89,9 +90,7 @@ class Variant:
 
 def main(words: Sequence[str]) -> int:
     """Returns the exit code: 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(
-        "python -m headrace.launch.lab compare", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser("python tests/bench compare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", help="a recipe of emulated devices")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the recipe")
     parser.add_argument("--gpus", type=int, nargs="+", default=[], help="GPUs in all; default: the recipe's")
@@ -167,16 +166,16 @@ def run_all(experiment: Experiment, entrants: Iterable[Variant], seeds: Sequence
         runs: list[Result] = []
         for seed in seeds:
             folder = variant.folder if seed == seeds[0] else f"{variant.folder}-seed{seed}"
-            runs.append(experiment.run(folder, {**variant.settings, "run.seed": seed}))
+            runs.append(run_variant(experiment, folder, {**variant.settings, "run.seed": seed}))
         firsts[variant.name] = runs[0]
-        results[variant.name] = structs.replace(middle(runs), knobs=str(variant.knobs))
+        results[variant.name] = replace(middle(runs), knobs=str(variant.knobs))
         print(table({variant.name: results[variant.name]}).splitlines()[-1], flush=True)
     text = table(results) + ablation(results)
     if set(REPACK) <= firsts.keys():
         text += paired_table(*(firsts[name] for name in REPACK))
     (experiment.home / f"{name}.md").write_text(text, encoding="utf-8")
     print(f"\n{text}", end="")
-    draw_comparison({name: result.figures for name, result in results.items()}, experiment.home / f"{name}.png")
+    draw_comparison(results, experiment.home / f"{name}.png")
     return results
 
 
@@ -187,9 +186,7 @@ def _write_scaling(results: Mapping[int, Mapping[str, Result]], home: Path) -> N
     )
     if not curves:
         return
-    doubtful = {
-        (name, num) for num, each in results.items() for name, run in each.items() if not run.figures.is_settled
-    }
+    doubtful = {(name, num) for num, each in results.items() for name, run in each.items() if not run.more.is_settled}
     text = scaling_table(curves, "sync-colocated", doubtful)
     (home / "scaling.md").write_text(text, encoding="utf-8")
     print(f"\n{text}", end="")
@@ -200,7 +197,7 @@ def middle(runs: Sequence[Result]) -> Result:
     """The run with the median of the tokens per second, with the tokens per second of all."""
     in_order = sorted(runs, key=lambda run: run.figures.tokens_per_s)
     speeds = tuple(run.figures.tokens_per_s for run in in_order)
-    return structs.replace(in_order[(len(runs) - 1) // 2], speeds=speeds)
+    return replace(in_order[(len(runs) - 1) // 2], speeds=speeds)
 
 
 def variants(
@@ -240,9 +237,9 @@ def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> No
 
         def speed(knobs: Knobs, variant: Variant = variant) -> float:
             tried = replace(variant, knobs=knobs)
-            result = experiment.run(tried.folder, tried.settings)
-            print_message(f"{tried.folder}: {result.figures.tokens_per_s:,.0f} tokens/s")
-            return result.figures.tokens_per_s
+            figures = experiment.run(tried.folder, tried.settings)
+            print_message(f"{tried.folder}: {figures.tokens_per_s:,.0f} tokens/s")
+            return figures.tokens_per_s
 
         most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
         knobs = variant.knobs
@@ -252,23 +249,22 @@ def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> No
 
 def rows_of(results: Mapping[str, Result], num_gpus: int) -> Iterator[Measurement]:
     """Tokens per second of each schedule over `sync-colocated`, and the pairs that `results` allows."""
-    figures = {name: result.figures for name, result in results.items()}
-    base = figures.get("sync-colocated")
+    speeds = {name: result.figures.tokens_per_s for name, result in results.items()}
+    waits = {name: result.more.weight_wait_s for name, result in results.items()}
+    kv_utils = {name: result.more.kv_util for name, result in results.items()}
+    base = speeds.get("sync-colocated", float("nan"))
     for name in SCHEDULES:
-        if name in figures:
-            ratio = figures[name].tokens_per_s / base.tokens_per_s if base else float("nan")
-            yield Measurement(f"{name}-{num_gpus}gpus", "sync-colocated", figures[name].tokens_per_s, "tok/s", ratio)
+        if name in speeds:
+            yield Measurement(f"{name}-{num_gpus}gpus", "sync-colocated", speeds[name], "tok/s", speeds[name] / base)
     pairs = (
-        (f"headrace-over-partial-{num_gpus}gpus", "headrace", "partial", "tokens_per_s", "tok/s"),
-        (f"weight-wait-{num_gpus}gpus", "headrace", "one_step", "weight_wait_s", "s"),
-        ("repack-tokens", "repack-on", "repack-off", "tokens_per_s", "tok/s"),
-        ("repack-kv-utilisation", "repack-on", "repack-off", "kv_util", "share"),
+        (f"headrace-over-partial-{num_gpus}gpus", "headrace", "partial", speeds, "tok/s"),
+        (f"weight-wait-{num_gpus}gpus", "headrace", "one_step", waits, "s"),
+        ("repack-tokens", "repack-on", "repack-off", speeds, "tok/s"),
+        ("repack-kv-utilisation", "repack-on", "repack-off", kv_utils, "share"),
     )
-    for workload, ours, peer, field, unit in pairs:
-        if ours in figures and peer in figures:
-            value = getattr(figures[ours], field)
-            other = getattr(figures[peer], field)
-            yield Measurement(workload, peer, value, unit, value / other)
+    for workload, ours, peer, values, unit in pairs:
+        if ours in results and peer in results:
+            yield Measurement(workload, peer, values[ours], unit, values[ours] / values[peer])
 
 
 def table(results: Mapping[str, Result]) -> str:
@@ -277,20 +273,21 @@ def table(results: Mapping[str, Result]) -> str:
     rows: list[dict[str, str]] = []
     for name, result in results.items():
         f = result.figures
+        more = result.more
         cells = {
             "schedule": name,
             "rollouts + train GPUs": f"{result.rollouts} + {result.train_gpus}",
             "knobs": result.knobs or "-",
             "tokens/s": f"{f.tokens_per_s:,.0f}{spread(result)}",
             "over sync-colocated": f"{f.tokens_per_s / base.figures.tokens_per_s:.2f}" if base else "-",
-            "s/step": f"{f.step_s:.0f}{'' if f.is_settled else ' TOO FEW STEPS'}",
+            "s/step": f"{f.step_s:.0f}{'' if result.more.is_settled else ' TOO FEW STEPS'}",
             "idle trainer": f"{f.idle_actor:.1%}",
             "idle rollouts": f"{f.idle_rollout:.1%}",
-            "KV in use": f"{f.kv_util:.1%}",
-            "computed again": f"{f.recompute_share:.1%}",
+            "KV in use": f"{more.kv_util:.1%}",
+            "computed again": f"{more.recompute_share:.1%}",
             "staleness mean (max)": f"{f.mean_staleness:.2f} ({max(map(int, f.staleness))})",
-            "latency mean / max, s": f"{f.latency.mean:.0f} / {f.latency.max:.0f}",
-            "weight wait, s": f"{f.weight_wait_s:.1f}",
+            "latency mean / max, s": f"{f.latency_s:.0f} / {more.longest_s:.0f}",
+            "weight wait, s": f"{more.weight_wait_s:.1f}",
         }
         rows.append(cells)
     lines = [rows[0], ["---"] * len(rows[0]), *(cells.values() for cells in rows)]

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..report.timeline import Timeline
-from .figures import latencies, window_of
+from headrace.comm.messages import RowId
+from headrace.launch.lab.figures import latencies, window_of
+from headrace.launch.report.timeline import Timeline
 
 if TYPE_CHECKING:
-    from .experiment import Result
+    from .results import Result
 
 
 class PairedLatency(NamedTuple):
@@ -33,10 +34,10 @@ class PairedLatency(NamedTuple):
 
 def paired_table(peer: "Result", ours: "Result") -> str:
     """The ratios of a run to its peer of the same seed, in Markdown."""
-    pairs = PairedLatency.of(Path(ours.folder), Path(peer.folder))
+    pairs = PairedLatency.of(ours.folder, peer.folder)
     ratios = {
         "tokens/s": ours.figures.tokens_per_s / peer.figures.tokens_per_s,
-        "KV in use": ours.figures.kv_util / peer.figures.kv_util,
+        "KV in use": ours.more.kv_util / peer.more.kv_util,
         "latency mean": pairs.mean,
         "median": pairs.p50,
         "p99": pairs.p99,
@@ -47,7 +48,7 @@ def paired_table(peer: "Result", ours: "Result") -> str:
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in (cells, ["---"] * len(cells), cells.values()))
 
 
-def _latencies(run_dir: Path) -> dict[tuple[int, int, int], float]:
+def _latencies(run_dir: Path) -> dict[RowId, float]:
     timeline = Timeline.read(run_dir)
     num_steps = len((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return latencies(run_dir, window_of(timeline, num_steps))

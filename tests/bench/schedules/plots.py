@@ -5,11 +5,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...comm.errors import SettingError
+from headrace.comm.errors import SettingError
 
 if TYPE_CHECKING:
-    from ..report.timeline import Timeline
-    from .figures import Figures
+    from headrace.launch.report.timeline import Timeline
+
+    from .results import Result
     from .scaling import Curves
 
 _COLOURS = {
@@ -18,19 +19,20 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def draw_comparison(figures: Mapping[str, "Figures"], path: Path) -> None:
+def draw_comparison(results: Mapping[str, "Result"], path: Path) -> None:
     """Plot the figures of all runs: throughput, idle shares, KV use, staleness, trajectory latency, weight waiting."""
-    names = list(figures)
-    each = list(figures.values())
+    names = list(results)
+    each = [result.figures for result in results.values()]
+    more = [result.more for result in results.values()]
     lags = sorted({lag for f in each for lag in f.staleness}, key=int)
     figure, axes = pyplot().subplots(2, 3, figsize=(15, 7), layout="constrained")
     panels: dict[str, dict[str, list[float]]] = {
         "tokens/s": {"": [f.tokens_per_s for f in each]},
         "idle share": {"trainer": [f.idle_actor for f in each], "rollouts": [f.idle_rollout for f in each]},
-        "KV cache in use": {"": [f.kv_util for f in each]},
+        "KV cache in use": {"": [m.kv_util for m in more]},
         "staleness, share of trajectories": {lag: [f.staleness.get(lag, 0.0) for f in each] for lag in lags},
-        "trajectory latency, s": {"mean": [f.latency.mean for f in each], "max": [f.latency.max for f in each]},
-        "weight waiting, s per rollout and step": {"": [f.weight_wait_s for f in each]},
+        "trajectory latency, s": {"mean": [f.latency_s for f in each], "max": [m.longest_s for m in more]},
+        "weight waiting, s per rollout and step": {"": [m.weight_wait_s for m in more]},
     }
     for axis, (title, series) in zip(axes.flat, panels.items(), strict=True):
         width = 0.8 / len(series)

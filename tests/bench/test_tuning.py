@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from bench.schedules.knobs import Knobs, key_of, ladders, read_tuned, save_tuned
 
-from headrace.launch.lab.tuning import Knobs, climb, key_of, ladders, read_tuned, save_tuned
+from headrace.launch.lab.tuning import climb
 
 
 def speed_of(knobs: Knobs) -> float:

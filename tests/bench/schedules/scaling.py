@@ -5,7 +5,7 @@ The share of perfect scaling on N devices is (s_N / N) / (s_M / M), with s the t
 
 from collections.abc import Collection, Mapping
 
-from .figures import Figures
+from headrace.launch.lab.figures import Figures
 
 Curves = dict[str, dict[int, float]]
 """Tokens per second by schedule and number of devices."""
