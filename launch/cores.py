@@ -171,7 +171,7 @@ def _quota(group: Path) -> Iterator[float]:
     """The bound of one cgroup: `cpu.max` of version 2, two files of version 1."""
     with suppress(OSError, ValueError):
         quota, period = (group / "cpu.max").read_text().split()
-        yield int(quota) / int(period)  # "max" is no number
+        yield int(quota) / int(period)  # "max" means no limit
     with suppress(OSError, ValueError):
         quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         if quota > 0:

@@ -31,7 +31,7 @@ _PART = 20
 
 
 class Part(NamedTuple):
-    """What a process has done."""
+    """The result of one process."""
 
     num: int
     cpu_s: float

@@ -43,7 +43,7 @@ def test_a_file_is_one_noun_and_short():
         assert len(path.read_text().splitlines()) <= MAX_FILE_LINES, name_of(path)
         assert num_public_names(path) <= MAX_PUBLIC_NAMES, name_of(path)
     many = [name_of(path) for path in SOURCES if num_public_names(path) > USUAL_PUBLIC_NAMES]
-    assert len(many) <= 0.03 * len(SOURCES), many
+    assert len(many) <= 0.04 * len(SOURCES), many
 
 
 def test_a_folder_has_few_entries():

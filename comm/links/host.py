@@ -127,7 +127,7 @@ def _route_to(host: str) -> str:
 
 
 def _source_address(host: str) -> str:
-    """The source address of packets to a host; empty if there is no route. Nothing is sent."""
+    """The source address of packets to a host; empty without a route. Nothing is sent."""
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:

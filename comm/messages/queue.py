@@ -98,7 +98,7 @@ class EvaluationResult(Message, frozen=True):
 
 
 class EvaluationsDone(Message, frozen=True):
-    """An answer to `RequestRows` for `train` after the last step: there is no evaluation any more."""
+    """An answer to `RequestRows` for `train` after the last step, when all evaluations are done."""
 
     request_id: int
 

@@ -71,7 +71,7 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     clip_high: Bound = 0.2
     """Upper clip of the importance ratio: 1 + clip_high; likewise."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
-    """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null is none."""
+    """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null sets none."""
     proximal: Literal["version", "rollout"] = "version"
     """Policy that the clip compares with: of the step's start (decoupled), or the generator's."""
     importance_sampling: Literal["token_truncate", "token_clip", "token_mask", "sequence_truncate", "sequence_mask"] = (

@@ -60,7 +60,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     policy = ModelFiles.read(recipe.model.path)
     check_family(recipe, policy.folder)
     check_tp(recipe, policy)
-    check_cache(recipe, policy)
+    _check_cache(recipe, policy)
     warnings += _check_rate(recipe, policy.folder)
     warnings += check_lora(recipe, policy.folder)
     warnings += check_lengths(recipe, data.prompts, policy)
@@ -196,7 +196,7 @@ def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
     check_splittable(AutoConfig.from_pretrained(policy.folder, trust_remote_code=False), recipe.rollout.tp)
 
 
-def check_cache(recipe: Recipe, policy: ModelFiles) -> None:
+def _check_cache(recipe: Recipe, policy: ModelFiles) -> None:
     """A cache that the recipe bounds holds a sequence of the policy's whole context, without which no rollout starts."""
     given = recipe.generator.kv_gb
     if given is None or recipe.rollout.engine != "builtin":

@@ -1,4 +1,4 @@
-"""What to use in place of a setting that there is no more, or of one of TRL, verl or prime-rl, for the message about an unknown setting."""
+"""Replacements for settings that were removed, and for those of TRL, verl or prime-rl, for the message about an unknown setting."""
 
 from collections.abc import Mapping
 
@@ -111,7 +111,7 @@ PEERS: Mapping[str, Mapping[str, str]] = {"TRL": _TRL, "verl": _VERL, "prime-rl"
 
 
 def name_hint(name: str) -> str:
-    """What to use in place of an unknown dotted name, as the end of a sentence; empty if neither an earlier version nor a peer has it."""
+    """The replacement for an unknown dotted name, as the end of a sentence; empty if neither an earlier version nor a peer has it."""
     for known in (name, name.partition(".")[0]):
         if known in EARLIER:
             return f"; {EARLIER[known]}"

@@ -55,7 +55,7 @@ class SandboxResult:
     stdout: str
     stderr: str
     weakness: str = ""
-    """What the sandbox lacks on this host; empty if it is whole."""
+    """The missing parts of the sandbox on this host; empty if it is whole."""
 
 
 class _Isolation(NamedTuple):
@@ -137,7 +137,7 @@ def _command(isolation: _Isolation, program: Path, limits: dict[str, Any], calls
 
 @cache
 def _isolation() -> _Isolation:
-    """What this host can do, tried once; the log says what is missing."""
+    """The abilities of this host, tried once; the log says what is missing."""
     found = _tried()
     if found.weakness:
         log.warning("programs run in a sandbox that is not whole: %s", found.weakness)

@@ -256,7 +256,7 @@ def run_cell(cell: Cell, home: Path, options: argparse.Namespace) -> None:
 
 
 def _header(cell: Cell, recipe: Recipe, options: argparse.Namespace) -> dict[str, object]:
-    """What was run, with what, and where."""
+    """The run, its programs and its machine."""
     names = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in %s))"
     versions = {"torch", "transformers"} | ({"trl"} if cell.side == "trl" else set())
     python = options.trl_python if cell.side == "trl" else sys.executable
@@ -289,7 +289,7 @@ def busy_and_all() -> tuple[float, float]:
 
 
 def _speed() -> float | None:
-    """Seconds of `step_speed` in bfloat16: a machine that others share has not the same speed all day."""
+    """Seconds of `step_speed` in bfloat16: the speed of a shared machine changes during the day."""
     return step_speed.measured().get("bfloat16")
 
 

@@ -1,4 +1,4 @@
-"""Every setting has a test that sees its effect, named in `tests/assets/settings.toml`: what no test sees is no setting."""
+"""Every setting has a test that sees its effect, named in `tests/assets/settings.toml`."""
 
 import ast
 import tomllib

@@ -133,7 +133,7 @@ def _simulation(history: History, folder: Path) -> FaultyRun:
 
 
 def problem(history: History) -> str:
-    """What is wrong with a history; empty if nothing is."""
+    """The promise that a history breaks; empty if it breaks none."""
     try:
         run(history)
     except Exception as error:  # noqa: BLE001 - any error is a broken promise

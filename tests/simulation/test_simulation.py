@@ -115,7 +115,7 @@ def change_the_state_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold_what_another_rollout_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rollout takes rows of the last grant, whoever got it, as its own."""
+    """A rollout takes the rows of the last grant as its own, even if another rollout got it."""
     take, last = HeldLeases.take, list[Any]()
 
     def greedy(leases: HeldLeases, grant: Any, version: int) -> Any:

@@ -126,7 +126,7 @@ def _run_module(words: Sequence[str]) -> NoReturn:
         runpy.run_module(words[place + 1], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code
-    except BaseException:  # noqa: BLE001 - as the interpreter does with an error that nobody caught
+    except BaseException:  # noqa: BLE001 - as the interpreter does with an uncaught error
         sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]
         code = 1
     if isinstance(code, str):

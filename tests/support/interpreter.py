@@ -19,7 +19,7 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make Triton's interpreter do what a device does.
 
     Its loops take bounds that NumPy 2.4 and later do not make numbers of. Its products are those of NumPy's BLAS, where the bits of a
-    row depend on its place in the block, by the kind of CPU; here each element is the same sum wherever it stands.
+    row depend on its place in the block, by the kind of CPU; here each element is the same sum at any place.
     """
     if DEVICE == "cuda":
         return

@@ -97,7 +97,7 @@ class Processes:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailbox, "UNCONFIRMED_S", 0.5)  # nobody confirms what is sent at the end of the test
+    monkeypatch.setattr(mailbox, "UNCONFIRMED_S", 0.5)  # messages sent at the end of the test stay unconfirmed
     run = Processes(tmp_path)
     yield run
     run.close()

@@ -19,6 +19,7 @@ from support.system import System
 from headrace.comm.fleet import Fleet
 from headrace.comm.messages.base import RowId
 from headrace.comm.recipe import Recipe
+from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.events import Ending, GroupRestored, Leased, Opened
@@ -55,8 +56,11 @@ def pausing(is_half: threading.Event, go_on: threading.Event) -> Callable[[Fleet
 
         def pausing_step() -> None:
             step()
-            begun = [live for live in rollout.generator.unfinished() if live.num_tokens > NUM_TOKENS]
-            if rollout.generator.weights.version == PAUSED and begun and len(rollout.leases.held) % 2:
+            unfinished = rollout.generator.unfinished()
+            begun = [live for live in unfinished if live.num_tokens > NUM_TOKENS]
+            if rollout.generator.weights.version == PAUSED and begun and len(unfinished) % 2:
+                with waiting("the reward process", "the reward of the other trajectory", 60) as wait:
+                    wait.until(lambda: rollout._scoring.advance() or len(rollout.leases.held) % 2)
                 is_half.set()
                 assert go_on.wait(60)
 

@@ -16,7 +16,7 @@ from ....comm.clock import Clock
 
 
 class Waiter(Protocol):
-    """What runs when the world lets it, until it waits again."""
+    """Code that runs when the world lets it, until it waits again."""
 
     is_ready: Callable[[], bool]
     """Whether what it waits for is there."""
