@@ -23,13 +23,13 @@ from . import threads
 from .environment import RUN_ID
 from .errors import STORE_LOST_EXIT, SettingError, StoreGone, WaitTimeout
 from .links.base import Link
+from .links.handshake import derive_key
 from .links.host import host_id, own_address
 from .links.opening import open_link
 from .links.tls import TlsIdentity
 from .mailbox import Mailbox, Mailboxes, StoreMailboxes
 from .members import TRAINS_AGAIN, Member, member_name, sorted_members
 from .recipe import CommSettings
-from .signing import derive_key
 from .storage.client import StorageClient
 from .storage.server import StorageServer
 from .store.client import StoreClient

@@ -19,7 +19,7 @@ from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.messages import Lease, LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
-from ..comm.signing import Envelope
+from ..comm.mailbox import Envelope
 from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
