@@ -47,8 +47,13 @@ class Fleet(ABC):
     """One member's view of the run. `Fleet.join` joins over the store; tests have a counterpart in one process."""
 
     def __init__(
-        self, me: Member, mailboxes: Mailboxes, settings: CommSettings, secret: bytes = b"",
-        address: str = "127.0.0.1", tls: TlsIdentity | None = None,
+        self,
+        me: Member,
+        mailboxes: Mailboxes,
+        settings: CommSettings,
+        secret: bytes = b"",
+        address: str = "127.0.0.1",
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.me = me
         self.address = address

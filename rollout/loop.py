@@ -17,9 +17,9 @@ from ..comm.clock import REAL_TIME, Clock
 from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
+from ..comm.mailbox import Envelope
 from ..comm.messages import Lease, LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
-from ..comm.mailbox import Envelope
 from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows

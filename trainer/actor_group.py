@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,6 +21,7 @@ from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet, Member, StoreFleet, member_name
 from ..comm.links.host import bind_process_groups
 from ..comm.links.meeting import meet
+from ..comm.links.process_group import meeting_store
 from ..comm.messages import Message, decode, encode
 from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.waits import waiting

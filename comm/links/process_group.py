@@ -45,9 +45,7 @@ def meeting_store(store: "StoreClient", interface: str, name: str, deadline_s: f
     return TCPStore(*split_address(address), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def open_world(
-    found: TCPStore, interface: str, rank: int, size: int, backend: str, timeout: timedelta
-) -> ProcessGroup:
+def open_world(found: TCPStore, interface: str, rank: int, size: int, backend: str, timeout: timedelta) -> ProcessGroup:
     """The default process group of this process, whose ranks meet on `found`; `timeout` bounds each of its collectives."""
     bind_process_groups(interface)
     dist.init_process_group(backend, store=found, rank=rank, world_size=size, timeout=timeout)  # pyright: ignore[reportArgumentType]

@@ -39,7 +39,9 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if (most := _raise_file_limit()) < arguments.expect + _SPARE_FILES:
-        return _refuse(f"{arguments.expect} processes need as many open files, and this process may have {most} (ulimit -Hn)")
+        return _refuse(
+            f"{arguments.expect} processes need as many open files, and this process may have {most} (ulimit -Hn)"
+        )
     parent = os.getppid()
     secret = os.environ.get("HEADRACE_SECRET", "").encode()
     tls = TlsIdentity() if arguments.tls else None

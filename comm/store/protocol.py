@@ -19,7 +19,7 @@ class _Struct(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all of them; `type` is the class name."""
 
 
-class Join(_Struct):
+class Join(_Struct, frozen=True):
     """This client is a member from now on, dead after `expiry_s` of silence; the answer is its incarnation."""
 
     number: int
@@ -27,30 +27,30 @@ class Join(_Struct):
     expiry_s: float
 
 
-class Announce(_Struct):
+class Announce(_Struct, frozen=True):
     """Facts about this client's member, all of them."""
 
     info: dict[str, str]
 
 
-class Leave(_Struct):
+class Leave(_Struct, frozen=True):
     """This client's member leaves the run."""
 
     number: int
 
 
-class Watch(_Struct):
+class Watch(_Struct, frozen=True):
     """Tell this client the members of a role (of all roles if it is empty), and from now on each change."""
 
     number: int
     role: str
 
 
-class Beat(_Struct):
+class Beat(_Struct, frozen=True):
     """This client lives; the store answers with a `Beat`."""
 
 
-class Post(_Struct):
+class Post(_Struct, frozen=True):
     """A message to an inbox. The sequence numbers of a sender grow."""
 
     to: str
@@ -59,7 +59,7 @@ class Post(_Struct):
     body: bytes
 
 
-class OpenInbox(_Struct):
+class OpenInbox(_Struct, frozen=True):
     """Deliver the messages of an inbox to this client. With `confirms` they stay until it confirms them.
 
     The answer is how often the inbox has been opened.
@@ -70,14 +70,14 @@ class OpenInbox(_Struct):
     confirms: bool = False
 
 
-class Confirm(_Struct):
+class Confirm(_Struct, frozen=True):
     """The reader of an inbox has handled its messages up to this place."""
 
     name: str
     place: int
 
 
-class CloseInbox(_Struct):
+class CloseInbox(_Struct, frozen=True):
     """Deliver no more to this client. If it `is_last`, nobody opens the inbox again, and its messages are dropped."""
 
     number: int
@@ -85,7 +85,7 @@ class CloseInbox(_Struct):
     is_last: bool = False
 
 
-class SetValue(_Struct):
+class SetValue(_Struct, frozen=True):
     """Keep a value under a key."""
 
     number: int
@@ -93,7 +93,7 @@ class SetValue(_Struct):
     value: bytes
 
 
-class GetValue(_Struct):
+class GetValue(_Struct, frozen=True):
     """The answer is the value under a key, or None; with `waits` it comes once there is a value."""
 
     number: int
@@ -101,14 +101,14 @@ class GetValue(_Struct):
     waits: bool = False
 
 
-class DeleteValue(_Struct):
+class DeleteValue(_Struct, frozen=True):
     """Drop the value under a key."""
 
     number: int
     key: str
 
 
-class AddTo(_Struct):
+class AddTo(_Struct, frozen=True):
     """Add to the counter under a key, which begins at 0; the answer is the sum."""
 
     number: int
@@ -116,20 +116,20 @@ class AddTo(_Struct):
     amount: int
 
 
-class Sync(_Struct):
+class Sync(_Struct, frozen=True):
     """The answer says that the store has handled all that this client sent before."""
 
     number: int
 
 
-class Answer(_Struct):
+class Answer(_Struct, frozen=True):
     """The answer to the request with this number."""
 
     number: int
     value: int | bytes | None = None
 
 
-class Delivery(_Struct):
+class Delivery(_Struct, frozen=True):
     """A message of an inbox; places count its deliveries."""
 
     to: str
@@ -139,7 +139,7 @@ class Delivery(_Struct):
     place: int
 
 
-class Changed(_Struct):
+class Changed(_Struct, frozen=True):
     """Members as they are now, and the names of those that have left."""
 
     members: list[Member]

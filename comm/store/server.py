@@ -1,6 +1,7 @@
 """The store's server: connections, hand-shakes and the clock around `StoreState`."""
 
 import asyncio
+import asyncio.trsock
 import hmac
 import logging
 import secrets
@@ -227,5 +228,3 @@ class _Connection(asyncio.Protocol):
         self._unproved = None
         self._server.accept(self._client)
         return rest
-
-

@@ -28,7 +28,7 @@ def find_store(run_dir: Path) -> str:
         return address
     if os.environ.get("GROUP_RANK", "0") == "0":
         with waiting("the first supervisor", "the store's address", FIND_S) as wait:
-            return wait.until(lambda: _address_in(run_dir / ADDRESS_FILE), interval_s=0.02)
+            return wait.until(lambda: read_address(run_dir), interval_s=0.02)
     command = [sys.executable, "-m", "headrace.comm.store.rendezvous", "find"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=2 * FIND_S, check=False)
     if found.returncode:
@@ -36,10 +36,10 @@ def find_store(run_dir: Path) -> str:
     return found.stdout.strip()
 
 
-def _address_in(path: Path) -> str | None:
-    """The address that this start of the run has written, if it has."""
+def read_address(run_dir: Path) -> str | None:
+    """The address that the store of this start of the run has written, if it has."""
     try:
-        address, start, *_ = [*path.read_text().splitlines(), "", ""]
+        address, start, *_ = [*(run_dir / ADDRESS_FILE).read_text().splitlines(), "", ""]
     except OSError:
         return None
     return address if start == start_id() else None
