@@ -169,8 +169,14 @@ class StoreFleet(Fleet):
         """Join; the member is visible to the others from now on. Raises `StoreGone` or `SettingError`."""
         address = own_address(settings.interface, store_address)
         tls = TlsIdentity() if settings.tls else None
-        beats = {"heartbeat_s": settings.heartbeat_s, "patience_s": 3 * settings.expiry_s}
-        store = StoreClient.connect(store_address, secret, settings.deadline_s, tls=tls, **beats)
+        store = StoreClient.connect(
+            store_address,
+            secret,
+            settings.deadline_s,
+            tls=tls,
+            heartbeat_s=settings.heartbeat_s,
+            patience_s=3 * settings.expiry_s,
+        )
         me = Member(
             member_name(role, index), role, index, 0, host_id(), os.getpid(), dict(info), host_name=socket.gethostname()
         )

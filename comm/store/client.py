@@ -116,19 +116,23 @@ class StoreClient:
         number = next(self._numbers)
         answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._answers[number] = answers
+        request = make(number)
         try:
-            request = make(number)
             self.tell(request)
             with waiting(f"store {self.address}", type(request).__name__, deadline_s) as wait:
-                answer = answers.get(timeout=deadline_s)
-        except queue.Empty:
-            wait.check()
-            raise WaitTimeout(str(wait)) from None
+                answer = self._answer(answers, wait)
         finally:
             self._answers.pop(number, None)
         if answer is None:
             raise StoreGone(str(self.gone or f"the store at {self.address} is closed"))
         return answer.value
+
+    def _answer(self, answers: "queue.SimpleQueue[Answer | None]", wait: Wait) -> Answer | None:
+        while True:
+            try:
+                return answers.get(timeout=max(wait.remaining_s, 1e-3))
+            except queue.Empty:
+                wait.check()
 
     def set(self, key: str, value: bytes) -> None:
         """Keep a value; returns once the store has it. Raises `StoreGone`."""
