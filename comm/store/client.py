@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import LinkBroken, MessageRefused, SettingError, StoreGone, WaitTimeout, WrongSecret
+from ..errors import LinkBroken, MessageRefused, SettingError, StoreGone, WrongSecret
 from ..frames import FrameReader, encode_message
 from ..links.handshake import authenticate
 from ..links.host import join_address, split_address

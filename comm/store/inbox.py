@@ -17,12 +17,13 @@ class StoredInbox:
         """How often a reader has opened it."""
         self.is_open = False
         self.is_closed = False
-        """Nobody reads it again."""
+        """Its last reader is gone."""
 
     def open(self, *, confirms: bool) -> list[Delivery]:
         """Open it for a new reader; returns the messages that it gets at once."""
         self.num_opened += 1
         self.is_open = True
+        self.is_closed = False
         self._confirms = confirms
         waiting = list(self._kept)
         if not confirms:
