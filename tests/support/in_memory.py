@@ -52,6 +52,12 @@ class MemoryMailboxes(Mailboxes):
         with self._lock:
             self._inbox(name).confirm(place)
 
+    def forget(self, sender: str) -> None:
+        """A process died before its last messages to the hub had left it."""
+        with self._lock:
+            stored = self._inbox(HUB)
+            stored._kept = deque(message for message in stored._kept if message.sender != sender)
+
     def close_inbox(self, name: str, *, is_last: bool = False) -> None:
         with self._lock:
             self._inbox(name).close(is_last=is_last)
