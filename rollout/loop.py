@@ -98,7 +98,6 @@ class Rollout:
     def start(self) -> None:
         """Wait for a storage unit, and start the thread that writes finished rows."""
         self._fleet.nearest("relay", having="unit")
-        self._storage.attach()
         self._row_writer.start()
         if self.episodes is not None:
             self.episodes.start()

@@ -146,22 +146,9 @@ class Changed(_Struct, frozen=True):
     left: list[str]
 
 
-Request = (
-    Join
-    | Announce
-    | Leave
-    | Watch
-    | Beat
-    | Post
-    | OpenInbox
-    | Confirm
-    | CloseInbox
-    | SetValue
-    | GetValue
-    | DeleteValue
-    | AddTo
-    | Sync
-)
+Question = Join | Leave | Watch | OpenInbox | CloseInbox | SetValue | GetValue | DeleteValue | AddTo | Sync
+"""The requests that have an answer."""
+Request = Announce | Beat | Post | Confirm | Question
 Push = Answer | Beat | Delivery | Changed
 
 REQUESTS = msgspec.msgpack.Decoder(Request)

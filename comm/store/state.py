@@ -22,6 +22,7 @@ from .protocol import (
     OpenInbox,
     Post,
     Push,
+    Question,
     Request,
     SetValue,
     Sync,
@@ -129,7 +130,7 @@ class StoreState:
             for client in self._watchers[role] | self._watchers[ALL_ROLES]:
                 self.outgoing[client].append(changed)
 
-    def _answer(self, client: int, request: Request, now: float) -> None:
+    def _answer(self, client: int, request: Question, now: float) -> None:
         """Carry out a request that has an answer."""
         value: int | bytes | None = None
         match request:
@@ -149,23 +150,30 @@ class StoreState:
                 return
             case CloseInbox(name=name, is_last=is_last):
                 self._close_inbox(client, name, is_last=is_last)
-            case SetValue(key=key, value=text):
-                self._set_value(key, text)
-            case GetValue(key=key, waits=waits):
-                if waits and key not in self.values:
-                    self._waiting[key].append((client, request.number))
-                    return
-                value = self.values.get(key)
+            case GetValue(key=key, waits=True) if key not in self.values:
+                self._waiting[key].append((client, request.number))
+                return
+            case _:
+                value = self._value(request)
+        self.outgoing[client].append(Answer(request.number, value))
+
+    def _value(self, request: Question) -> int | bytes | None:
+        """Carry out a request about values; returns its answer."""
+        match request:
+            case SetValue(key=key, value=value):
+                self._set_value(key, value)
+            case GetValue(key=key):
+                return self.values.get(key)
             case DeleteValue(key=key):
                 self.values.pop(key, None)
             case AddTo(key=key, amount=amount):
                 self._counters[key] += amount
-                value = self._counters[key]
+                return self._counters[key]
             case Sync():
                 pass
             case _:
                 raise AssertionError(f"no rule for {request}")
-        self.outgoing[client].append(Answer(request.number, value))
+        return None
 
     def _join(self, client: int, member: Member, expiry_s: float, now: float) -> int:
         self._incarnations[member.name] += 1
