@@ -241,19 +241,28 @@ def _try_to_connect(
     seconds = min(_ATTEMPT_S, wait.remaining_s + 0.1)
     try:
         link = TcpLink(socket.create_connection((host, port), seconds))
-        first = bytearray(1)
-        link.receive(first, seconds)
-        if first == TLS:
-            tls = tls or TlsIdentity()
-        elif tls is not None:
-            raise WrongSecret("the store does not encrypt its connections")
-        authenticate(link, LINK_NAME, 1, secret, seconds, tls)
-        return link
+        try:
+            return _prove(link, secret, tls, seconds)
+        except BaseException:
+            link.close()
+            raise
     except (OSError, LinkBroken) as error:
         is_final = isinstance(error, WrongSecret) or (is_started and isinstance(error, ConnectionRefusedError))
         if is_final or not wait.remaining_s:
             raise StoreGone(f"no store answers at {join_address(host, port)}: {error}") from error
     return None
+
+
+def _prove(link: TcpLink, secret: bytes, tls: TlsIdentity | None, seconds: float) -> TcpLink:
+    """The hand-shake, encrypted if the store says so. Raises `LinkBroken` or `WrongSecret`."""
+    first = bytearray(1)
+    link.receive(first, seconds)
+    if first == TLS:
+        tls = tls or TlsIdentity()
+    elif tls is not None:
+        raise WrongSecret("the store does not encrypt its connections")
+    authenticate(link, LINK_NAME, 1, secret, seconds, tls)
+    return link
 
 
 class _Channel:

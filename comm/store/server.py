@@ -83,13 +83,15 @@ class StoreServer:
         self._num_clients += 1
         self._strangers[self._num_clients] = connection
         if len(self._strangers) > MOST_STRANGERS:
-            self._strangers[min(self._strangers)].transport.abort()  # a client proves in milliseconds that it is one
+            oldest = next(iter(self._strangers))
+            self._strangers.pop(oldest).transport.abort()  # a client proves in milliseconds that it is one
         self._loop.call_later(HANDSHAKE_S, self._end_stranger, self._num_clients)
         return self._num_clients
 
-    def accept(self, client: int) -> None:
+    def accept(self, client: int, connection: "_Connection") -> None:
         """A stranger has proved the secret."""
-        self._clients[client] = self._strangers.pop(client)
+        self._strangers.pop(client, None)
+        self._clients[client] = connection
 
     def handle(self, client: int, requests: Iterable[Request]) -> None:
         """Carry out requests and send what follows from them."""
@@ -226,5 +228,5 @@ class _Connection(asyncio.Protocol):
             raise MessageRefused("a client does not know the run's secret")
         rest = bytes(self._unproved[end:])
         self._unproved = None
-        self._server.accept(self._client)
+        self._server.accept(self._client, self)
         return rest
