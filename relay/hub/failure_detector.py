@@ -33,11 +33,14 @@ class FailureDetector:
 
     def deaths(self) -> list[Death]:
         """The deaths since the last look, each told once."""
-        before = self.living
+        watched = [member for member in self._fleet.members() if member.role in WATCHED]
+        # One that joined and died between two looks may hold leases too.
+        missed = [member for member in watched if not member.is_alive and not self._has_seen(member)]
+        before = [*self.living.values(), *missed]
         self.seen |= {member.name: member for member in self._fleet.members()}
-        self.living = {member.name: member for role in WATCHED for member in self._fleet.alive_members(role)}
+        self.living = {member.name: member for member in watched if member.is_alive}
         deaths: list[Death] = []
-        for member in before.values():
+        for member in before:
             now = self.living.get(member.name)
             if now is None or now.incarnation != member.incarnation:
                 deaths.append(Death(member, f"incarnation {member.incarnation} is gone"))
@@ -49,3 +52,7 @@ class FailureDetector:
         found = [unit for unit in units if unit in lost_storage_ids and unit not in self._declared]
         self._declared.update(found)
         return [units[unit] for unit in found]
+
+    def _has_seen(self, member: Member) -> bool:
+        seen = self.seen.get(member.name)
+        return seen is not None and seen.incarnation == member.incarnation

@@ -43,6 +43,14 @@ def test_an_incarnation_is_dead_when_the_next_one_joins(watched: Watched):
     assert watched.deaths() == [] and watched.detector.living["rollout-0"].incarnation == 2
 
 
+def test_a_member_that_joined_and_died_between_two_looks_is_dead_beside_the_one_before(watched: Watched):
+    watched.join("relay")
+    assert watched.deaths() == []
+    watched.join("relay").crash()
+    assert watched.deaths() == [("relay-0", 1, "incarnation 1 is gone"), ("relay-0", 2, "incarnation 2 is gone")]
+    assert watched.deaths() == []
+
+
 def test_a_relay_that_is_back_after_its_unit_was_given_up_is_told_once(watched: Watched):
     watched.join("relay")
     assert watched.detector.survivors({"relay-1#1"}) == []
