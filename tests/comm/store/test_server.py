@@ -201,6 +201,6 @@ def test_a_store_that_may_open_too_few_files_says_so_at_its_start():
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
     command = [sys.executable, "-m", "headrace.comm.store", "--expect", "5000"]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=PATIENCE_S, check=False)  # noqa: PLW1509
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=PATIENCE_S, check=False)
     assert done.returncode == 2
     assert done.stderr == "5000 processes need as many open files, and this process may have 100 (ulimit -Hn)\n"
