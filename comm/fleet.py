@@ -15,7 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -28,11 +28,11 @@ from .links.host import host_id, own_address
 from .links.opening import open_link
 from .links.tls import TlsIdentity
 from .mailbox import Mailbox, Mailboxes, StoreMailboxes
-from .members import TRAINS_AGAIN, Member, member_name, sorted_members
 from .recipe import CommSettings
 from .storage.client import StorageClient
 from .storage.server import StorageServer
 from .store.client import StoreClient
+from .store.members import TRAINS_AGAIN, Member, member_name, sorted_members
 from .store.protocol import Announce, Changed, Join, Leave, Watch
 from .store.state import ALL_ROLES
 from .waits import Wait, waiting
@@ -156,8 +156,9 @@ class StoreFleet(Fleet):
         self._on_store_gone = on_store_gone
         self._has_left = False
 
-    @staticmethod
+    @classmethod
     def start(
+        cls,
         store_address: str,
         role: str,
         index: int,
@@ -165,7 +166,7 @@ class StoreFleet(Fleet):
         info: Mapping[str, str],
         settings: CommSettings,
         on_store_gone: Callable[[StoreGone], None] | None = None,
-    ) -> "StoreFleet":
+    ) -> Self:
         """Join; the member is visible to the others from now on. Raises `StoreGone` or `SettingError`."""
         address = own_address(settings.interface, store_address)
         tls = TlsIdentity() if settings.tls else None
@@ -183,7 +184,7 @@ class StoreFleet(Fleet):
         incarnation = store.ask(lambda number: Join(number, me, settings.expiry_s))
         assert isinstance(incarnation, int)
         me = msgspec.structs.replace(me, incarnation=incarnation)
-        fleet = StoreFleet(store, me, secret, settings, address, tls, on_store_gone or _end_process)
+        fleet = cls(store, me, secret, settings, address, tls, on_store_gone or _end_process)
         store.on_changed = fleet._on_changed
         store.on_gone = fleet._on_gone
         if store.gone is not None:

@@ -56,7 +56,7 @@ class TcpLink:
             raise self._broken("TLS hand-shake", OSError(str(error))) from error
 
     def send(self, buffer: "np.ndarray | bytes", deadline_s: float) -> None:
-        view = memoryview(buffer)
+        view = memoryview(buffer)  # pyright: ignore[reportArgumentType] - numpy's stubs do not say that arrays are buffers
         try:
             self._limit(socket.SO_SNDTIMEO, deadline_s)
             if not isinstance(self._socket, ssl.SSLSocket):
@@ -68,7 +68,7 @@ class TcpLink:
             raise self._broken("send", error) from error
 
     def receive(self, buffer: "np.ndarray | bytearray", deadline_s: float) -> None:
-        view = memoryview(buffer)
+        view = memoryview(buffer)  # pyright: ignore[reportArgumentType] - numpy's stubs do not say that arrays are buffers
         try:
             self._limit(socket.SO_RCVTIMEO, deadline_s)
             while view:

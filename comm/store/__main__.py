@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         _write_address(arguments.recipe.parent / ADDRESS_FILE, server.address, arguments.start)
     server.start()
     print(f"store {server.address}", flush=True)
-    rendezvous = _Rendezvous(server) if arguments.publish else None
+    rendezvous = _Rendezvous(server.address).start() if arguments.publish else None
     while not ended.wait(_LOOK_S):
         state = server.state
         if state.num_joined >= arguments.expect and not state.num_present(time.monotonic(), arguments.silence_s):
@@ -70,11 +70,15 @@ def main(argv: list[str]) -> int:
 class _Rendezvous:
     """The process that gives the address to torchrun's store, and hears there of a host that refuses the run."""
 
-    def __init__(self, server: StoreServer) -> None:
+    def __init__(self, address: str) -> None:
         self.refusal = ""
-        command = [sys.executable, "-m", "headrace.comm.store.rendezvous", "publish", server.address]
+        command = [sys.executable, "-m", "headrace.comm.store.rendezvous", "publish", address]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self) -> "_Rendezvous":
+        """Listen for a refusal."""
         threading.Thread(target=self._read, name="rendezvous", daemon=True).start()
+        return self
 
     def end(self) -> None:
         """End the process: it ends when its standard input does."""

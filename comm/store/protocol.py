@@ -5,7 +5,7 @@ A request with a `number` is answered by one `Answer` with that number; the othe
 
 import msgspec
 
-from ..members import Member
+from .members import Member
 
 LINK_NAME = "store"
 """The name under which both ends of a connection prove the secret."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..members import Member
 from .inbox import StoredInbox
+from .members import Member
 from .protocol import (
     AddTo,
     Announce,

@@ -37,7 +37,6 @@ from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, is_restartable, place_ranks, processes_on, staging_gpu, visible_devices
 from ..report.peak_memory import write_peaks
 from .child import Child, block_signals, describe_exit, print_message, wait_for_signal
-from .failure_report import report_death
 from .memory_kill import MemoryKills
 from .secret import read_secret
 from .store_address import read_address, start_id
@@ -332,6 +331,8 @@ class Supervisor:
 
     def _report_death(self, name: str, error: str) -> None:
         """Tell the hub that a process is not started again, which ends the run."""
+        from .failure_report import report_death  # with the client of the store, which few supervisors need
+
         try:
             report_death(name, self.recipe, self.store_address, read_secret(Path(self.recipe.run.dir)), error)
         except (OSError, StoreGone) as problem:

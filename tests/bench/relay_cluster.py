@@ -113,9 +113,8 @@ class RelayCluster:
         return max(arrival for index, (_, arrival) in enumerate(self._received) if index not in without)
 
     def _join(self, role: str, stack: ExitStack) -> PacedFleet:
-        fleet = PacedFleet(self._hosted.address, role, 0, _SECRET, {}, self._settings)
+        fleet = PacedFleet.start(self._hosted.address, role, 0, _SECRET, {}, self._settings)
         fleet.pace = self._pace
-        fleet.start()
         stack.callback(fleet.leave)
         return fleet
 
@@ -130,9 +129,8 @@ class RelayCluster:
 def _relay(address: str, index: int, pace: float, settings: CommSettings) -> None:
     """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
-    fleet = PacedFleet(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
+    fleet = PacedFleet.start(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
     fleet.pace = pace
-    fleet.start()
     server = WeightServer(fleet, segment, settings).start()
     version = 0
     while not select.select([sys.stdin], [], [], 0)[0]:

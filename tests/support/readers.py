@@ -12,12 +12,12 @@ from headrace.comm import messages
 from headrace.comm.errors import LinkBroken, MessageRefused, SettingError
 from headrace.comm.frames import FrameReader, encode_message
 from headrace.comm.links.frames import receive_frame, send_frame
-from headrace.comm.members import Member
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.messages.weights import Offer
 from headrace.comm.recipe import Recipe, RunSettings
 from headrace.comm.storage import protocol as storage
 from headrace.comm.store import protocol
+from headrace.comm.store.members import Member
 from headrace.launch.config.load import read_recipe, recipe_yaml
 from headrace.launch.resume import choose_point
 from headrace.relay.checkpoints import MANIFEST, CheckpointFolder

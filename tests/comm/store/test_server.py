@@ -15,9 +15,9 @@ from support.closing import at_end, hang_up
 from headrace.comm.errors import StoreGone
 from headrace.comm.links.host import split_address
 from headrace.comm.links.tls import TlsIdentity
-from headrace.comm.members import Member
 from headrace.comm.store import server as server_module
 from headrace.comm.store.client import StoreClient
+from headrace.comm.store.members import Member
 from headrace.comm.store.protocol import Changed, Join, Watch
 from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
@@ -145,7 +145,7 @@ def test_a_hundred_members_that_die_at_once_are_seen_within_seconds_and_no_other
 
 MEMBER = """
 import sys
-from headrace.comm.members import Member
+from headrace.comm.store.members import Member
 from headrace.comm.store.client import StoreClient
 from headrace.comm.store.protocol import Join
 client = StoreClient.connect(sys.argv[1], b"", 60, heartbeat_s=0.02, patience_s=float(sys.argv[2]))

@@ -5,7 +5,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.comm.members import Member
+from headrace.comm.store.members import Member
 from headrace.comm.store.protocol import (
     AddTo,
     Announce,
