@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import LinkBroken, SettingError, StoreGone, WaitTimeout
 from ..recipe import CommSettings
-from ..store.client import StoreClient
 from ..waits import Wait, waiting
 from .base import Link
 from .handshake import authenticate
@@ -24,6 +23,7 @@ from .tcp import TcpLink
 from .tls import TlsIdentity
 
 if TYPE_CHECKING:
+    from ..store.client import StoreClient
     from .staged import StagedLink
 
 _NCCL_START_S = 120.0
@@ -32,7 +32,7 @@ _NCCL_START_S = 120.0
 
 def open_link(
     backend: str,
-    store: StoreClient,
+    store: "StoreClient",
     name: str,
     end: int,
     deadline_s: float,
@@ -69,7 +69,7 @@ def open_link(
 
 
 def _open_staged(
-    backend: str, store: StoreClient, name: str, end: int, deadline_s: float, interface: str, control_link: TcpLink
+    backend: str, store: "StoreClient", name: str, end: int, deadline_s: float, interface: str, control_link: TcpLink
 ) -> "StagedLink":
     import torch
 
@@ -89,7 +89,7 @@ def remote_backend(settings: CommSettings) -> str:
 
 
 def _open_socket(
-    store: StoreClient, name: str, end: int, wait: Wait, secret: bytes, tls: TlsIdentity | None, interface: str
+    store: "StoreClient", name: str, end: int, wait: Wait, secret: bytes, tls: TlsIdentity | None, interface: str
 ) -> TcpLink:
     """End 0 listens and puts its address into the store; end 1 connects."""
     key = f"link/{name}"
