@@ -93,12 +93,7 @@ class Processes:
 
 
 @pytest.fixture
-<<<<<<< HEAD
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailbox, "UNCONFIRMED_S", 0.5)  # messages sent at the end of the test stay unconfirmed
-=======
 def run(tmp_path: Path):
->>>>>>> control
     run = Processes(tmp_path)
     yield run
     run.close()
