@@ -2,17 +2,20 @@
 
 import hmac
 import secrets
+from typing import TYPE_CHECKING
 
 from ..errors import WrongSecret
 from .tcp import TcpLink
-from .tls import TlsIdentity
+
+if TYPE_CHECKING:
+    from .tls import TlsIdentity
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 
 
 def authenticate(
-    link: TcpLink, name: str, end: int, secret: bytes, deadline_s: float, tls: TlsIdentity | None = None
+    link: TcpLink, name: str, end: int, secret: bytes, deadline_s: float, tls: "TlsIdentity | None" = None
 ) -> None:
     """Prove to the other end that this one knows `secret`, and check its proof.
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from support.closing import at_end
@@ -15,7 +16,9 @@ from headrace.comm.errors import STORE_LOST_EXIT, WaitTimeout
 from headrace.comm.fleet import Fleet, StoreFleet
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
+from headrace.comm.store.protocol import Beat
 from headrace.comm.store.server import StoreServer
+from headrace.comm.store.state import StoreState
 from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
@@ -268,3 +271,26 @@ def test_the_runs_number_is_that_of_its_start(monkeypatch):
     assert before[0] == before[1]
     monkeypatch.setenv(RUN_ID, "of the next start")
     assert cluster.join("rollout").run_id != before[0]
+
+
+@pytest.mark.parametrize(("heartbeat_s", "is_frequent"), [(0.02, True), (60.0, False)])
+def test_a_member_beats_in_each_period(monkeypatch, heartbeat_s, is_frequent):
+    beats = []
+    handle = StoreState.handle
+
+    def counting(state, client, request, now):
+        if isinstance(request, Beat):
+            beats.append(now)
+        handle(state, client, request, now)
+
+    monkeypatch.setattr(StoreState, "handle", counting)
+    hosted = StoreServer("127.0.0.1", SECRET).start()
+    at_end(hosted.close)
+    settings = CommSettings(heartbeat_s=heartbeat_s, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    fleet = Fleet.join(hosted.address, "rollout", 0, SECRET, {}, settings)
+    if is_frequent:
+        until(lambda: len(beats) > 5)
+    else:
+        time.sleep(0.5)
+        assert not beats
+    fleet.leave()
