@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ADDRESS_FILE = "address"
-"""File of the run folder with the address of the run's store."""
+"""File of the run folder: the address of the run's store, and the start of the run (`launch.processes.store_address`)."""
 JOINING = "HEADRACE_JOINING"
 """Set on a host that joins a running job: the arguments of `launch.placement.place_joining`, with commas."""
 RUN_ID = "HEADRACE_RUN_ID"
@@ -19,9 +19,12 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 GPU_PROCESSES = "HEADRACE_GPU_PROCESSES"
 """The number of the run's processes on the GPU of a supervisor's child."""
 
-RECIPE_KEY = "headrace/recipe"
-SUMMARY_KEY = "headrace/summary"
-"""Keys of the store. The values of both are signed with the run's secret under these names."""
+STORE = "HEADRACE_STORE"
+"""The address of the run's store, "host:port": set by a supervisor for its children, and by a user who joins a run."""
+RECIPE_KEY = "recipe"
+SUMMARY_KEY = "summary"
+REFUSAL_KEY = "refusal"
+"""Keys of the store: the run's recipe as YAML, its summary as JSON, and why a process cannot join the run, which ends it."""
 
 RESOLVER_ENV = {"RES_OPTIONS": "timeout:1"}
 """A client of the store looks up the name of the address that it connects to. Where the name server does not answer, the
@@ -44,7 +47,7 @@ _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME
 """Makes threads without work sleep at once, with GNU's OpenMP and with Intel's. None is bound to a core: all processes would bind theirs
 to the same cores."""
 
-_OF_THE_RUN = ("HEADRACE_SECRET", "HEADRACE_STORE", JOINING, RUN_ID, SEGMENT_FD)
+_OF_THE_RUN = ("HEADRACE_SECRET", STORE, JOINING, RUN_ID, SEGMENT_FD)
 
 
 def environment_of_threads(num: int) -> dict[str, str]:

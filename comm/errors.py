@@ -9,6 +9,7 @@ HeadraceError
 ├── StorageFull                   a storage unit has no room for more rows
 ├── DiskFull                      the run folder's disk had no room until a deadline
 ├── LinkBroken                    a link failed in the middle of a transfer
+│   └── WrongSecret               the other end does not know the run's secret
 ├── WrongDigest                   bytes are not those that were announced
 └── MessageRefused                a message is malformed, foreign or forged
 """
@@ -55,6 +56,10 @@ class DiskFull(HeadraceError):
 
 class LinkBroken(HeadraceError):
     """A link failed in the middle of a transfer; the other end may have part of the bytes."""
+
+
+class WrongSecret(LinkBroken):
+    """The other end of a connection does not know the run's secret."""
 
 
 class WrongDigest(HeadraceError):

@@ -11,15 +11,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ..comm.errors import SettingError, StoreGone
+from ..comm.mailbox import Mailbox, StoreMailboxes
 from ..comm.messages import DrainRequested, Interrupted, MemberStatus, Message, StatusReport, StatusRequested
+from ..comm.store.client import StoreClient
 from .processes.child import print_message
 from .processes.joining import RunAddress, find_run
-
-if TYPE_CHECKING:
-    from ..comm.mailbox import Mailbox
 
 _ANSWER_S = 30.0
 
@@ -51,10 +49,8 @@ def main(words: Sequence[str]) -> int:
 
 def _talk(run: RunAddress, order: Message | None) -> int:
     """Ask the hub how the run stands, and print that or give it the order; returns the exit code."""
-    from ..comm.mailbox import StoreMailboxes  # these import torch, which a mistake in the words need not wait for
-    from ..comm.store import connect_store
-
-    mailboxes = StoreMailboxes(connect_store(run.store, _ANSWER_S), run.secret.encode()).start()
+    store = StoreClient.connect(run.store, run.secret.encode(), _ANSWER_S)
+    mailboxes = StoreMailboxes(store)
     inbox = mailboxes.open(f"ctl-{os.getpid()}")
     try:
         status = _ask(inbox)
@@ -72,9 +68,10 @@ def _talk(run: RunAddress, order: Message | None) -> int:
     finally:
         inbox.close()
         mailboxes.close()
+        store.close()
 
 
-def _ask(inbox: "Mailbox") -> StatusReport | None:
+def _ask(inbox: Mailbox) -> StatusReport | None:
     inbox.send("hub", StatusRequested(inbox.name))
     envelope = inbox.receive(_ANSWER_S)
     return envelope.message if envelope is not None and isinstance(envelope.message, StatusReport) else None

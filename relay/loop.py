@@ -16,7 +16,6 @@ from ..comm.links.opening import staging_of
 from ..comm.mailbox import Mailbox
 from ..comm.messages import (
     BusyReport,
-    ConnectionLost,
     DeclaredDead,
     DropRows,
     ListStoredRows,
@@ -27,7 +26,6 @@ from ..comm.messages import (
 )
 from ..comm.recipe import Recipe
 from ..comm.shared_memory import Segment
-from ..comm.storage.server import StorageServer
 from .queue.replicated_rows import ReplicatedRows
 from .queue.saved_queue import QueueKeeper
 from .weights.server import WeightServer
@@ -47,7 +45,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     """Run the relay's process until the hub's `Stop`."""
     mailbox = fleet.open_mailbox(fleet.name)
     segment = Segment.inherited()
-    unit = open_unit(fleet, mailbox)
+    unit = fleet.host_rows()
     weights = WeightServer(fleet, segment, recipe.comm).start()
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.comm))
     serve_rows(fleet, recipe, mailbox, unit)
@@ -55,11 +53,6 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     segment.close()
     unit.close()
     mailbox.close()
-
-
-def open_unit(fleet: Fleet, mailbox: Mailbox) -> StorageServer:
-    """The storage unit of this process; the end of a client's connection is reported to the hub."""
-    return fleet.host_rows(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
 
 
 def serve_rows(fleet: Fleet, recipe: Recipe, mailbox: Mailbox, unit: Unit) -> None:

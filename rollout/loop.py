@@ -17,9 +17,9 @@ from ..comm.clock import REAL_TIME, Clock
 from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
+from ..comm.mailbox import Envelope
 from ..comm.messages import Lease, LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
-from ..comm.signing import Envelope
 from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
@@ -98,7 +98,6 @@ class Rollout:
     def start(self) -> None:
         """Wait for a storage unit, and start the thread that writes finished rows."""
         self._fleet.nearest("relay", having="unit")
-        self._storage.attach()
         self._row_writer.start()
         if self.episodes is not None:
             self.episodes.start()

@@ -70,7 +70,6 @@ class GeneratorService:
                 wait.check()
                 time.sleep(_POLL_S)
             receipt = self._reader.pull(self._buffer, wait.remaining_s)
-        self._storage.attach()
         self.version = receipt.version
         self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
         self._leases.begin_version(self.version)

@@ -16,8 +16,6 @@ from hypothesis import HealthCheck, settings
 from support.closing import close_all
 from support.job import job  # noqa: F401 - a fixture of several files
 
-from headrace.launch.processes.spare import SPARE_AFTER_ENV
-
 MARK = "HEADRACE_TEST"
 PATIENCE_S = 60.0
 
@@ -48,7 +46,6 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # a fleet of this process sets them, for its own host
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setenv(SPARE_AFTER_ENV, os.environ.get(SPARE_AFTER_ENV, "inf"))
     threads, segments = set(threading.enumerate()), _segments()
     yield
     close_all()

@@ -134,10 +134,10 @@ def test_one_module_makes_memory_without_a_name():
 
 
 def test_frames_have_one_form():
-    names = ("send_frame", "receive_frame", "encode_frame", "decode_frame")
+    names = ("encode_head", "decode_head", "encode_message", "decode_body")
     homes = {name_of(path) for path in SOURCES for node in functions(TREES[path]) if node.name in names}
     encoders = {name_of(path) for path in SOURCES if "msgpack.Encoder(" in path.read_text()}
-    assert homes == encoders == {"comm.links.frames"}
+    assert homes == encoders == {"comm.frames"}
 
 
 READER = "trainer.checkpoint_reader"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,9 +21,9 @@ from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet, Member, StoreFleet, member_name
 from ..comm.links.host import bind_process_groups
 from ..comm.links.meeting import meet
+from ..comm.links.process_group import meeting_store
 from ..comm.messages import Message, decode, encode
 from ..comm.recipe import Recipe, TrainerSettings
-from ..comm.store import connect_store
 from ..comm.waits import waiting
 from .memory import PolicySizes, wants_checkpointing
 from .policy.adapter_files import AdapterBase, start_adapter, start_folder
@@ -65,8 +65,8 @@ class ActorGroup:
             members, meeting = meet(fleet, [member_name("actor", rank) for rank in range(size)], deadline_s)
             group.incarnation = members[0].incarnation
             group.start_watch(fleet, members)
-            client = connect_store(fleet.store_address, deadline_s)
-            group.connect(PrefixStore(meeting, client))  # pyright: ignore[reportArgumentType]
+            found = meeting_store(fleet.store, fleet.address, meeting, deadline_s, is_host=group.is_lead)
+            group.connect(found)  # pyright: ignore[reportArgumentType]
         return group
 
     def start_watch(self, fleet: Fleet, members: Sequence[Member]) -> None:

@@ -7,15 +7,14 @@ continue, both ends open another and agree on the byte to continue from. Back en
     nccl    a process group of two ranks on two different GPUs, through buckets on each
     staged  its counterpart on CPU: Gloo, through buckets in host memory
 
-Both ends prove that they know the run's secret before the link is returned. torch is imported for the last two alone.
+Both ends prove that they know the run's secret before the link is returned.
 """
 
 import socket
+from typing import TYPE_CHECKING
 
-from ..errors import LinkBroken, SettingError
+from ..errors import LinkBroken, SettingError, StoreGone, WaitTimeout
 from ..recipe import CommSettings
-from ..signing import EntryReader, sign_entry
-from ..store import StoreClient, clone_store, read_value
 from ..waits import Wait, waiting
 from .base import Link
 from .handshake import authenticate
@@ -23,13 +22,17 @@ from .host import listen, split_address
 from .tcp import TcpLink
 from .tls import TlsIdentity
 
+if TYPE_CHECKING:
+    from ..store.client import StoreClient
+    from .staged import StagedLink
+
 _NCCL_START_S = 120.0
 """Seconds that NCCL may take to connect two GPUs; it is seldom more than one."""
 
 
 def open_link(
     backend: str,
-    store: StoreClient,
+    store: "StoreClient",
     name: str,
     end: int,
     deadline_s: float,
@@ -47,7 +50,7 @@ def open_link(
     if backend not in ("tcp", "nccl", "staged"):
         raise SettingError(f"comm.link: {backend!r} is not a back end of a link between processes; use tcp or nccl")
     if backend == "nccl":
-        import torch
+        import torch  # only links over a process group need it
 
         if not torch.cuda.is_available():
             raise SettingError("comm.link: nccl needs a GPU at both ends, and this one has none")
@@ -61,20 +64,20 @@ def open_link(
             except BaseException:
                 control_link.close()
                 raise
-    except (RuntimeError, OSError) as error:  # a RuntimeError is the store's: DistError of torch
+    except (StoreGone, WaitTimeout, OSError) as error:
         raise LinkBroken(f"link {name}: {error}") from error
 
 
 def _open_staged(
-    backend: str, store: StoreClient, name: str, end: int, deadline_s: float, interface: str, control_link: TcpLink
-) -> Link:
+    backend: str, store: "StoreClient", name: str, end: int, deadline_s: float, interface: str, control_link: TcpLink
+) -> "StagedLink":
     import torch
 
-    from .process_group import open_group
+    from .process_group import open_pair
     from .staged import StagedLink
 
     is_nccl = backend == "nccl"
-    group = open_group("nccl" if is_nccl else "gloo", clone_store(store), name, end, deadline_s, interface)
+    group = open_pair("nccl" if is_nccl else "gloo", store, name, end, deadline_s, interface)
     link = StagedLink(backend, group, end, torch.device("cuda" if is_nccl else "cpu"), control_link)
     link.connect(max(deadline_s, _NCCL_START_S) if is_nccl else deadline_s)
     return link
@@ -86,20 +89,19 @@ def remote_backend(settings: CommSettings) -> str:
 
 
 def _open_socket(
-    store: StoreClient, name: str, end: int, wait: Wait, secret: bytes, tls: TlsIdentity | None, interface: str
+    store: "StoreClient", name: str, end: int, wait: Wait, secret: bytes, tls: TlsIdentity | None, interface: str
 ) -> TcpLink:
-    """End 0 listens and puts its address, signed, into the store; end 1 connects."""
+    """End 0 listens and puts its address into the store; end 1 connects."""
     key = f"link/{name}"
     if end == 0:
         listener, address = listen(interface, backlog=8)
         with listener:
-            store.set(key, sign_entry(secret, key, address.encode()))
+            store.set(key, address.encode())
             try:
                 return _accept(listener, name, wait, secret, tls)
             finally:
-                store.delete_key(key)
-    entries = EntryReader(secret, f"link {name}")
-    address = wait.until(lambda: entries.read(key, read_value(store, key) or b""), interval_s=0.001)
+                store.delete(key)
+    address = store.wait_for(key, _remaining_s(wait))
     link = TcpLink(socket.create_connection(split_address(address.decode()), _remaining_s(wait)))
     authenticate(link, name, 1, secret, _remaining_s(wait), tls)
     return link

@@ -1,4 +1,7 @@
-"""Process groups of the two ends of a staged link: over NCCL between GPUs, over Gloo between host memories."""
+"""Process groups: of the two ends of a staged link, and of a role's ranks. Over NCCL between GPUs, over Gloo between host memories.
+
+The ranks of a group find each other on a TCPStore that the first of them serves; its address is in the run's store.
+"""
 
 import os
 import threading
@@ -7,27 +10,55 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import PrefixStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import LinkBroken
+from .host import bind_process_groups, listen, split_address
 
 if TYPE_CHECKING:
-    from ..store import StoreClient
+    from ..store.client import StoreClient
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"
 _environment_lock = threading.Lock()
 
 
-def open_group(
+def meeting_store(store: "StoreClient", interface: str, name: str, deadline_s: float, *, is_host: bool) -> TCPStore:
+    """The TCPStore of the group `name`, in the process that hosts it or in another; it lives as long as the host's object.
+
+    Raises `StoreGone`, and `WaitTimeout` if no host comes.
+    """
+    key = f"group/{name}"
+    timeout = timedelta(days=1)  # whoever waits on it has a deadline of its own
+    if is_host:
+        listener, address = listen(interface)
+        with listener:
+            # Binding by the store itself would listen on every interface of the machine.
+            hosted = TCPStore(
+                *split_address(address), is_master=True, wait_for_workers=False, multi_tenant=False,
+                master_listen_fd=listener.detach(), use_libuv=True, timeout=timeout,
+            )  # fmt: skip
+        store.set(key, address.encode())
+        return hosted
+    address = store.wait_for(key, deadline_s).decode()
+    return TCPStore(*split_address(address), is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def open_world(found: TCPStore, interface: str, rank: int, size: int, backend: str, timeout: timedelta) -> ProcessGroup:
+    """The default process group of this process, whose ranks meet on `found`; `timeout` bounds each of its collectives."""
+    bind_process_groups(interface)
+    dist.init_process_group(backend, store=found, rank=rank, world_size=size, timeout=timeout)  # pyright: ignore[reportArgumentType]
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def open_pair(
     backend: str, store: "StoreClient", name: str, end: int, deadline_s: float, interface: str
 ) -> ProcessGroup:
-    """A group of two over gloo or nccl, on a prefix of its own; returns once both ends have joined. Raises `LinkBroken`.
-
-    `store` gets the deadline as its timeout, so it is a client for this call alone.
-    """
-    prefix = PrefixStore(f"link/{name}", store)  # pyright: ignore[reportArgumentType]
-    prefix.set_timeout(timedelta(seconds=deadline_s))
+    """A group of the two ends of a link over gloo or nccl; returns once both have joined. Raises `LinkBroken`."""
+    found: Any = meeting_store(store, interface, name, deadline_s, is_host=end == 0)
+    found.set_timeout(timedelta(seconds=deadline_s))
     try:
         if backend == "gloo":
             from torch.distributed import ProcessGroupGloo
@@ -35,14 +66,14 @@ def open_group(
             options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
             options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
             options._timeout = timedelta(seconds=deadline_s)
-            return ProcessGroupGloo(prefix, end, 2, options)  # pyright: ignore[reportReturnType]
+            return ProcessGroupGloo(found, end, 2, options)  # pyright: ignore[reportReturnType]
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         # The watchdog of NCCL ends the process at its timeout, so the users of a group check the clock instead.
         options._timeout = timedelta(days=1)
         with _errors_break_the_link():
-            return ProcessGroupNCCL(prefix, end, 2, options)  # pyright: ignore[reportReturnType]
+            return ProcessGroupNCCL(found, end, 2, options)  # pyright: ignore[reportReturnType]
     except RuntimeError as error:
         raise LinkBroken(f"link {name}: {error}") from error
 

@@ -7,11 +7,13 @@ import ssl
 import struct
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..errors import LinkBroken
 
 if TYPE_CHECKING:
+    from asyncio.trsock import TransportSocket
+
+    import numpy as np
+
     from .tls import TlsIdentity
 
 _UNANSWERED_MS = 20_000
@@ -20,6 +22,15 @@ _TLS_PIECE = 1 << 18
 _TLS_BYTES = 1 << 30  # ssl takes less than 2 GiB in one call
 _TLS_WAIT_S = 1e6  # and less than 2**31 ms
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
+
+
+def keep_alive(connection: "socket.socket | TransportSocket") -> None:
+    """Send small pieces at once, and notice a host that is gone or cut off."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class TcpLink:
@@ -32,11 +43,7 @@ class TcpLink:
         self._timeouts: dict[int, float] = {}
         # The kernel keeps the deadlines: it then moves a whole buffer in one call, without a poll for every segment.
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        keep_alive(connection)
 
     def start_tls(self, tls: "TlsIdentity", end: int, deadline_s: float) -> bytes:
         """Encrypt all that follows; returns what both ends of this connection know, and no end of another (32 bytes)."""
@@ -48,20 +55,20 @@ class TcpLink:
         except (OSError, ValueError) as error:  # a connection that ends within the hand-shake is a ValueError for ssl
             raise self._broken("TLS hand-shake", OSError(str(error))) from error
 
-    def send(self, buffer: np.ndarray, deadline_s: float) -> None:
+    def send(self, buffer: "np.ndarray | bytes", deadline_s: float) -> None:
+        view = memoryview(buffer)  # pyright: ignore[reportArgumentType] - numpy's stubs do not say that arrays are buffers
         try:
             self._limit(socket.SO_SNDTIMEO, deadline_s)
             if not isinstance(self._socket, ssl.SSLSocket):
-                self._socket.sendall(buffer.data)
+                self._socket.sendall(view)
                 return
-            view = buffer.data
             while view:  # the deadline is for a piece, as the kernel's is: a slow link that goes on is not broken
                 view = view[self._socket.send(view[:_TLS_PIECE]) :]
         except OSError as error:
             raise self._broken("send", error) from error
 
-    def receive(self, buffer: np.ndarray, deadline_s: float) -> None:
-        view = buffer.data
+    def receive(self, buffer: "np.ndarray | bytearray", deadline_s: float) -> None:
+        view = memoryview(buffer)  # pyright: ignore[reportArgumentType] - numpy's stubs do not say that arrays are buffers
         try:
             self._limit(socket.SO_RCVTIMEO, deadline_s)
             while view:
@@ -70,6 +77,10 @@ class TcpLink:
                 view = view[num_bytes:]
         except OSError as error:
             raise self._broken("receive", error) from error
+
+    def release(self) -> "socket.socket | ssl.SSLSocket":
+        """The socket, for a caller that goes on with it."""
+        return self._socket
 
     def is_closed(self) -> bool:
         """Whether this end is closed, or the other end is and all its bytes were received. Reads nothing, waits for nothing."""

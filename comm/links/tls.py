@@ -21,26 +21,32 @@ class TlsIdentity:
 
     def __init__(self) -> None:
         key, certificate = _key_and_certificate()
-        self._listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._connecting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._connecting.check_hostname = False
         self._connecting.verify_mode = ssl.CERT_NONE  # the hand-shake under the secret verifies the certificate
-        for context in (self._listening, self._connecting):
+        for context in (self.listening, self._connecting):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._listening.num_tickets = 0  # no session is resumed, and a ticket would hide the end of a connection
+        self.listening.num_tickets = 0  # no session is resumed, and a ticket would hide the end of a connection
         with file_in_memory(key + certificate) as path:
-            self._listening.load_cert_chain(path)
+            self.listening.load_cert_chain(path)
         self._certificate = ssl.PEM_cert_to_DER_cert(certificate.decode())
+
+    @property
+    def listening_binding(self) -> bytes:
+        """What `binding` is at end 0."""
+        return hashlib.sha256(self._certificate).digest()
 
     def wrap(self, connection: socket.socket, end: int) -> ssl.SSLSocket:
         """End 0 (the one that listens) or 1 of a connection, before its TLS hand-shake."""
-        context = self._listening if end == 0 else self._connecting
+        context = self.listening if end == 0 else self._connecting
         return context.wrap_socket(connection, server_side=end == 0, do_handshake_on_connect=False)
 
     def binding(self, connection: ssl.SSLSocket, end: int) -> bytes:
         """The SHA-256 of the certificate of end 0, as this end knows it: 32 bytes, equal at both ends of one connection."""
-        certificate = self._certificate if end == 0 else connection.getpeercert(binary_form=True)
-        return hashlib.sha256(certificate or b"").digest()
+        if end == 0:
+            return self.listening_binding
+        return hashlib.sha256(connection.getpeercert(binary_form=True) or b"").digest()
 
 
 def _key_and_certificate() -> tuple[bytes, bytes]:

@@ -39,7 +39,6 @@ from .run import (
     BusyReport,
     CheckpointRequested,
     CheckpointWritten,
-    ConnectionLost,
     DeclaredDead,
     DrainRequested,
     Failed,

@@ -104,7 +104,7 @@ class DeclaredDead(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """To the hub: the process met an error that ends the run; `exit_code` 2 is a user's mistake."""
+    """To the hub: the process met an error that ends the run, or its supervisor gives it up; `exit_code` 2 is a user's mistake."""
 
     error: str
     exit_code: int
@@ -114,13 +114,6 @@ class Interrupted(Message, frozen=True):
     """To the hub: the process received a signal to end the run."""
 
     signal: int
-
-
-class ConnectionLost(Message, frozen=True):
-    """A relay to the hub: a process is dead, since its connection to the storage unit ended without a goodbye."""
-
-    member: str
-    incarnation: int
 
 
 class BusyReport(Message, frozen=True):

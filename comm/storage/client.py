@@ -29,11 +29,9 @@ from .protocol import (
     HELLOS,
     LINK_NAME,
     Ack,
-    Attach,
     Block,
     Commit,
     Drop,
-    Goodbye,
     Listing,
     ListRows,
     Locate,
@@ -47,15 +45,13 @@ from .protocol import (
 
 T = TypeVar("T")
 
-_GOODBYE_S = 1.0
 Columns = Mapping[str, np.ndarray]
 
 
 class StorageClient:
     """One unit's client. Any thread may use it, one at a time. Raises `PeerGone` when the unit is gone.
 
-    `through_memory=False` sends the bytes over the connection even on the unit's own host. `member` and `incarnation` name the
-    process: the unit reports it as lost if the connection ends without `close`.
+    `through_memory=False` sends the bytes over the connection even on the unit's own host.
     """
 
     def __init__(
@@ -64,8 +60,6 @@ class StorageClient:
         secret: bytes = b"",
         deadline_s: float = 30.0,
         through_memory: bool = True,
-        member: str = "",
-        incarnation: int = 0,
         tls: TlsIdentity | None = None,
     ) -> None:
         self.address = address
@@ -75,7 +69,6 @@ class StorageClient:
         with self._waiting("a connection"):
             self._link = TcpLink(socket.create_connection(split_address(address), deadline_s))
             authenticate(self._link, LINK_NAME, 1, secret, deadline_s, tls)
-            send_frame(self._link, Attach(member, incarnation), deadline_s)
             hello = receive_frame(self._link, HELLOS, deadline_s)
         if through_memory and hello.host == host_id():
             with contextlib.suppress(PeerGone):  # the unit's user may have closed its memory to others
@@ -197,8 +190,6 @@ class StorageClient:
 
 
 def _close(link: TcpLink, arena: ArenaFile | None) -> None:
-    with contextlib.suppress(LinkBroken):  # the unit may be gone already
-        send_frame(link, Goodbye(), _GOODBYE_S)
     link.close()
     if arena is not None:
         arena.close()

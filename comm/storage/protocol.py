@@ -37,19 +37,8 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.columns[-1].start + self.columns[-1].num_bytes - self.columns[0].start if self.columns else 0
 
 
-class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First message of a client: the fleet's member that it works for; the name is empty for a client outside a fleet."""
-
-    member: str
-    incarnation: int
-
-
-class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """Last message of a client: the connection ends in order. The unit does not answer."""
-
-
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The unit's answer to `Attach`: a client on this host may read and write the memory at `path`."""
+    """The unit's first message: a client on this host may read and write the memory at `path`."""
 
     host: str
     path: str
@@ -125,10 +114,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     is_full: bool
 
 
-Request = Reserve | Commit | Locate | Drop | ListRows | Goodbye
+Request = Reserve | Commit | Locate | Drop | ListRows
 Answer = Reserved | Located | Listing | Ack | NotFound | Refused
 
 REQUESTS = msgspec.msgpack.Decoder(Request)
 ANSWERS = msgspec.msgpack.Decoder(Answer)
-ATTACHMENTS = msgspec.msgpack.Decoder(Attach)
 HELLOS = msgspec.msgpack.Decoder(Hello)

@@ -3,16 +3,13 @@
 A client on this host writes and reads the arena itself and sends the unit only metadata. For a client on another host the
 bytes go over its connection. A block is written before it is committed, so a row never shows bytes that are not written yet.
 Memory is reused once its row is dropped, even while a client still reads it: the reader detects that by the digest.
-
-The kernel closes the connections of a process that dies, so a connection that ends without a goodbye is a sign of death. The
-unit reports it, unless the same incarnation of the process has another connection, or opens one within `REATTACH_S`.
 """
 
 import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -27,16 +24,13 @@ from .arena import Arena, memory_limit
 from .codec import wrong_columns
 from .index import Allocation, RowIndex
 from .protocol import (
-    ATTACHMENTS,
     LINK_NAME,
     REQUESTS,
     Ack,
     Answer,
-    Attach,
     Block,
     Commit,
     Drop,
-    Goodbye,
     Hello,
     Listing,
     ListRows,
@@ -53,7 +47,6 @@ log = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
 _TRANSFER_S = 60.0
-REATTACH_S = 0.2
 MOST_STRANGERS = 256
 """Connections that may be open before their hand-shake; of more the oldest is closed, so a crowd costs few threads."""
 _IDLE_S = 1e9  # a client may be idle for the whole run; the end of its process closes the connection
@@ -62,20 +55,15 @@ _RETRY_S = 0.1
 
 
 class StorageServer:
-    """A storage unit in this process, on one interface; `address` is "host:port". It serves from `start` to `close`.
-
-    `on_client_lost` is called, from any thread, with the name and incarnation of a process whose connection broke.
-    """
+    """A storage unit in this process, on one interface; `address` is "host:port". It serves from `start` to `close`."""
 
     def __init__(
         self,
         interface: str,
         secret: bytes = b"",
         capacity_bytes: int | None = None,
-        on_client_lost: Callable[[str, int], None] = lambda member, incarnation: None,
         tls: TlsIdentity | None = None,
     ) -> None:
-        self._on_client_lost = on_client_lost
         self._closing = threading.Event()
         self.arena = Arena(capacity_bytes or memory_limit())
         self._index = RowIndex()
@@ -83,7 +71,8 @@ class StorageServer:
         self._tls = tls
         self._serial = 0
         self._lock = threading.Lock()
-        self._links: dict[TcpLink, Attach | None] = {}
+        self._links: dict[TcpLink, bool] = {}
+        """Connections, and whether each has proved the secret."""
         self._listener, self.address = listen(interface)
         self._threads = [threading.Thread(target=self._accept, name=f"storage unit {self.address}", daemon=True)]
 
@@ -133,8 +122,8 @@ class StorageServer:
                 continue
             link = TcpLink(connection)
             with self._lock:
-                strangers = [each for each, client in self._links.items() if client is None]
-                self._links[link] = None
+                strangers = [each for each, is_proved in self._links.items() if not is_proved]
+                self._links[link] = False
             if len(strangers) >= MOST_STRANGERS:
                 strangers[0].close()  # a client proves in milliseconds that it is one
             name = f"{threading.current_thread().name}, client {connection.fileno()}"
@@ -145,38 +134,25 @@ class StorageServer:
     def _serve(self, link: TcpLink) -> None:
         """Answer one client until its connection ends; then free what it reserved and never committed."""
         reserved: dict[int, Allocation] = {}
-        is_broken = False
         try:
             authenticate(link, LINK_NAME, 0, self._secret, _HANDSHAKE_S, self._tls)
-            client = receive_frame(link, ATTACHMENTS, _HANDSHAKE_S)
             with self._lock:
-                self._links[link] = client
+                self._links[link] = True
             send_frame(link, Hello(host_id(), self.arena.path), _TRANSFER_S)
-            while not isinstance(request := receive_frame(link, REQUESTS, _IDLE_S), Goodbye):
+            while True:
+                request = receive_frame(link, REQUESTS, _IDLE_S)
                 send_frame(link, answer := self._answer(link, request, reserved), _TRANSFER_S)
                 if isinstance(request, Locate) and request.with_bytes and isinstance(answer, Located):
                     self._send_bytes(link, answer)
         except LinkBroken as error:
-            is_broken = True
             log.debug("a client of unit %s has disconnected: %s", self.address, error)
         except MessageRefused as error:
             log.warning("unit %s closes a connection that sent a malformed frame: %s", self.address, error)
         finally:
             with self._lock:
-                client = self._links.pop(link)
+                del self._links[link]
                 self._free(reserved.values())
             link.close()
-        if is_broken and client is not None and client.member:
-            self._report_lost(client)
-
-    def _report_lost(self, client: Attach) -> None:
-        """Report a process as lost. Waits until it may have attached again; woken by `close`."""
-        if self._closing.wait(REATTACH_S):
-            return
-        with self._lock:
-            is_attached = client in self._links.values()
-        if not is_attached:
-            self._on_client_lost(client.member, client.incarnation)
 
     def _answer(self, link: TcpLink, request: Request, reserved: dict[int, Allocation]) -> Answer:
         try:

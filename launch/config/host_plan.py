@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from ...comm.recipe import Recipe
-from ...trainer.memory import CHECKPOINT_PARTS, TORCH_BYTES, TRANSFORMERS_BYTES, MemoryEstimate
-from ..placement import Placement, is_restartable
+from ...trainer.memory import CHECKPOINT_PARTS, TORCH_BYTES, MemoryEstimate
+from ..placement import Placement
 from .memory_advice import advice
 
 _GB = 1e9
@@ -51,7 +51,6 @@ class HostPlan:
         gpu_roles: Collection[str],
     ) -> None:
         self.host = host
-        self._recipe = recipe
         self._needs = needs
         self._gpu_roles = gpu_roles
         self._places = [place for place in places if place.host == host]
@@ -71,15 +70,10 @@ class HostPlan:
         """The processes without a role in the recipe."""
         has_hub = any(place.name == "relay-0" for place in self._places)
         rollouts = sum(place.role == "rollout" for place in self._places)
-        spares = TORCH_BYTES * has_hub
-        for place in self._places:
-            if place.role in ("actor", "relay") and is_restartable(place.role, self._recipe):
-                spares += TRANSFORMERS_BYTES if place.role == "actor" else TORCH_BYTES
         return {
             "launcher": _LAUNCHER_BYTES + TORCH_BYTES,
             "supervisors": _SUPERVISOR_BYTES * len(self._places),
             "hub and store": 2 * TORCH_BYTES * has_hub,
-            "spares": spares,
             "rewards": _REWARD_BYTES * _REWARD_PROCESSES * rollouts,
             "libraries": _LIBRARIES_BYTES,
         }

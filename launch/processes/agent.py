@@ -242,7 +242,7 @@ def has_other_hosts() -> bool:
 def refuse_start(error: SettingError, *, is_known: bool) -> int:
     """Print why this rank does not start, once on each host, and end its torchrun; returns the rank's exit code.
 
-    With `is_known` the other hosts' ranks see the same mistake or depend on this rank. Otherwise the run's store is told.
+    With `is_known` the other hosts' ranks see the same mistake or depend on this rank. Otherwise torchrun's store is told.
     """
     is_speaker = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
     parent = os.getppid()
@@ -252,7 +252,8 @@ def refuse_start(error: SettingError, *, is_known: bool) -> int:
     if not _is_torchrun(parent):
         return 2
     if is_speaker and not is_known and has_other_hosts():
-        command = [sys.executable, "-m", "headrace.comm.store", "--refuse", f"{error} (on host {socket.gethostname()})"]
+        text = f"{error} (on host {socket.gethostname()})"
+        command = [sys.executable, "-m", "headrace.comm.store.rendezvous", "refuse", text]
         subprocess.run(command, timeout=_TELL_S, check=False)
     if is_speaker:
         os.kill(parent, REFUSED)

@@ -1,28 +1,32 @@
-"""The recipe that the store of a run has, for hosts without a copy of its file and for hosts that join it."""
+"""The recipe that the store of a run has, for hosts without a copy of its file and for the processes of roles."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-
-from ...comm.errors import SettingError
+from ...comm.environment import RECIPE_KEY
+from ...comm.errors import SettingError, StoreGone, WrongSecret
 from ...comm.recipe import Recipe
+from ...comm.store.client import StoreClient
 from ..config.load import parse_recipe
-from .secret import verified_recipe
 
-_FETCH_S = 300.0
+_CONNECT_S = 120.0
 
 
-def fetch_recipe(why: str, run_dir: Path, environment: Mapping[str, str] | None = None) -> Recipe:
-    """The recipe that the run's store has, if the run's own supervisor signed it; `why` it is needed. Raises `SettingError`.
+def fetch_recipe(address: str, secret: bytes) -> Recipe:
+    """The recipe of the run whose store is at `address`. Raises `StoreGone`, `SettingError` for a wrong secret.
 
-    environment: variables that count before this process's own, such as the store's address and the secret.
+    It names code that a process runs; only the run's own supervisor can have put it there, before the store had a client.
     """
-    variables = {**os.environ, **(environment or {})}
-    command = [sys.executable, "-m", "headrace.comm.store", "--fetch-recipe"]
-    fetched = subprocess.run(command, capture_output=True, timeout=_FETCH_S, check=False, env=variables)
-    if fetched.returncode:
-        reason = fetched.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise SettingError(f"{why}, and the run's store gave no recipe: {reason}")
-    return parse_recipe(verified_recipe(fetched.stdout, run_dir, variables))
+    try:
+        store = StoreClient.connect(address, secret, _CONNECT_S)
+    except StoreGone as error:
+        if isinstance(error.__cause__, WrongSecret):
+            raise SettingError(
+                f"run.dir: the secret here is not that of the run whose store is at {address}; share run.dir between the hosts,"
+                " or set HEADRACE_SECRET to the same text on each of them"
+            ) from error
+        raise
+    try:
+        recipe = store.get(RECIPE_KEY)
+    finally:
+        store.close()
+    if recipe is None:
+        raise SettingError(f"the store at {address} has no recipe")
+    return parse_recipe(recipe.decode())

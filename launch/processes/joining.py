@@ -4,16 +4,14 @@ The launcher finds the run and starts a torchrun of its own. So this host can co
 trajectories alone, and its own mistakes end nothing else.
 """
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...comm.environment import ADDRESS_FILE, JOINING
-from ...comm.errors import SettingError
+from ...comm.environment import ADDRESS_FILE, JOINING, STORE
+from ...comm.errors import SettingError, StoreGone
 from ...comm.recipe import Recipe, RoleSettings
+from ...comm.store.client import StoreClient
 from ..config.load import read_recipe
 from ..config.run_folder import make_run_folder
 from ..placement import check_replicas, place_joining
@@ -57,7 +55,7 @@ class RunAddress:
     @property
     def environment(self) -> dict[str, str]:
         """The variables by which a process finds the run. They go to child processes; the caller's own stay as they are."""
-        return {"HEADRACE_STORE": self.store, "HEADRACE_SECRET": self.secret}
+        return {STORE: self.store, "HEADRACE_SECRET": self.secret}
 
 
 def find_run(where: str) -> RunAddress:
@@ -69,7 +67,7 @@ def find_run(where: str) -> RunAddress:
             raise SettingError(f"{where} is not the folder of a run; an address needs HEADRACE_SECRET too")
         return RunAddress(where, secret)
     try:
-        store = (folder / ADDRESS_FILE).read_text()
+        store = (folder / ADDRESS_FILE).read_text().partition("\n")[0]
         return RunAddress(store, (folder / SECRET_FILE).read_text() if secret is None else secret)
     except OSError as error:
         raise SettingError(f"no run has started in {where}: {error.filename}: {error.strerror}") from error
@@ -77,15 +75,16 @@ def find_run(where: str) -> RunAddress:
 
 def _take_places(run: RunAddress, roles: RoleSettings) -> tuple[Recipe, int, int]:
     """The run's recipe, and the numbers of this host's first replica and first relay. Raises `SettingError`."""
-    recipe = fetch_recipe(f"join: no run answers at {run.store}", Path(), run.environment)
-    check_replicas(roles, recipe.rollout.tp)
-    words = [f"rollout={roles.rollout}", f"relay={roles.relay or 0}"]
-    command = [sys.executable, "-m", "headrace.comm.store", "--join", *words]
-    environment = {**os.environ, **run.environment}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_FIND_S, check=False, env=environment)
-    if done.returncode:
-        raise SettingError(f"join: the store at {run.store} gave no numbers")
-    joined = json.loads(done.stdout)
+    secret = run.secret.encode()
+    try:
+        recipe = fetch_recipe(run.store, secret)
+        check_replicas(roles, recipe.rollout.tp)
+        store = StoreClient.connect(run.store, secret, _FIND_S)
+    except StoreGone as error:
+        raise SettingError(f"join: no run answers at {run.store}: {error}") from error
+    counts = {"rollout": roles.rollout, "relay": roles.relay or 0}
+    joined = {role: store.add(f"joined/{role}", count) - count for role, count in counts.items()}
+    store.close()
     return (
         recipe,
         recipe.num_replicas + joined["rollout"] // recipe.rollout.tp,

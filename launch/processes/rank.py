@@ -15,7 +15,6 @@ from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
-from ...relay.hub.exits import clear_exits
 from ..config.dry_run import DryRun, HostCheck
 from ..config.gpus import Gpus
 from ..config.load import read_recipe, save_recipe
@@ -29,7 +28,8 @@ from ..resume import finished_after, prepare_folder
 from .agent import has_other_hosts, refuse_start
 from .child import print_message
 from .fetched_recipe import fetch_recipe
-from .secret import create_secret
+from .secret import create_secret, read_secret
+from .store_address import find_store
 from .supervisor import LAUNCHER, supervise
 
 
@@ -40,7 +40,8 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], dry_run: DryRun 
     try:
         if JOINING in os.environ:
             places = place_joining(*map(int, os.environ[JOINING].split(",")))
-            return supervise(fetch_recipe("the host joins a run", Path()), places)
+            address = find_store(Path())
+            return supervise(fetch_recipe(address, read_secret(Path())), address, places)
         recipe = _read(recipe_file, overrides)
         if recipe.run.mode == "replay":
             raise SettingError("run.mode=replay: start it without torchrun; it starts as many ranks as the run had")
@@ -63,7 +64,7 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], dry_run: DryRun 
         with prepare(recipe) if does_launch else nullcontext():
             is_known = is_first
             _prepare_host(Path(recipe.run.dir), is_first=is_first)
-            exit_code = supervise(recipe)
+            exit_code = supervise(recipe, "" if is_first else _find_store(Path(recipe.run.dir)))
     except SettingError as error:
         return refuse_start(error, is_known=is_known)
     if does_launch and LAUNCHER not in os.environ:
@@ -105,7 +106,6 @@ def _make_ready(recipe: Recipe, run_dir: Path, warnings: Sequence[str]) -> None:
     save_recipe(recipe)
     create_secret(run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    clear_exits(run_dir)
 
 
 def tell_finished(step: int) -> None:
@@ -117,7 +117,16 @@ def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:
     """The recipe in the file. On a host other than the first, the run's recipe if the file does not exist there."""
     if recipe_file is None or os.environ.get("GROUP_RANK", "0") == "0" or Path(recipe_file).exists():
         return read_recipe(recipe_file, overrides)
-    return fetch_recipe(f"no recipe file {recipe_file!r}", Path(read_recipe(None, overrides).run.dir))
+    run_dir = Path(read_recipe(None, overrides).run.dir)
+    return fetch_recipe(find_store(run_dir), read_secret(run_dir))
+
+
+def _find_store(run_dir: Path) -> str:
+    """The address of the run's store; raises `SettingError` on a host whose secret is not that of the run."""
+    address = find_store(run_dir)
+    if os.environ.get("GROUP_RANK", "0") != "0":
+        fetch_recipe(address, read_secret(run_dir))
+    return address
 
 
 def _prepare_host(run_dir: Path, *, is_first: bool) -> None:
@@ -126,6 +135,5 @@ def _prepare_host(run_dir: Path, *, is_first: bool) -> None:
     if not is_first and os.environ.get("LOCAL_RANK") == "0":
         try:
             (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier run
-            clear_exits(run_dir)
         except OSError as error:
             raise SettingError(f"run.dir: cannot write in {run_dir}: {error.strerror}") from error

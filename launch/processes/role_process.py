@@ -4,8 +4,7 @@
 
 SIGINT and SIGTERM do not interrupt the role: the first is reported to the hub, which ends the run in order, and
 the supervisor has a deadline. SIGUSR1, in the hub alone, requests a checkpoint. SIGUSR2 writes the stacks of all threads into the
-log. With `--failed TEXT` the process only
-reports to the hub, for the supervisor, that the process of this role died. With `--spare` it waits until it is needed.
+log. The address of the run's store is in the environment.
 """
 
 import argparse
@@ -18,34 +17,34 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ...comm.environment import JOINING, SUMMARY_KEY
+from ...comm.environment import JOINING, REFUSAL_KEY, STORE, SUMMARY_KEY
 from ...comm.errors import (
     MEMORY_FULL_EXIT,
     STORE_GONE_EXIT,
     STORE_LOST_EXIT,
-    HeadraceError,
-    MessageRefused,
     SettingError,
     StoreGone,
     WaitTimeout,
 )
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
-from ...comm.waits import set_identity
+from ...comm.store.client import StoreClient
+from ...comm.waits import set_identity, waiting
 from ..config.checks import check_files, model_facts
-from ..config.load import parse_recipe
 from ..config.run_folder import SUMMARY_FILE
-from ..placement import count_ranks, is_restartable, place_ranks
+from ..placement import is_restartable
 from .agent import has_other_hosts
+from .failure_report import report_failure
+from .fetched_recipe import fetch_recipe
 from .full_gpu import describe_full_gpu, is_full_gpu
-from .secret import read_secret, verified_recipe
-from .spare import SPARED, wait_until_needed
+from .secret import read_secret
 
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet, StoreFleet
@@ -60,8 +59,9 @@ _MAINS = {
     "task": "headrace.relay.queue.task_loop",
     "shard": "headrace.rollout.generators.builtin",
 }
-_STORE_DEADLINE_S = 120.0
+_REFUSE_S = 30.0
 _SUMMARY_S = 30.0
+_SUMMARY_POLL_S = 0.1
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     try:
         fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
     except SettingError as error:
-        return _refuse(address, str(error))
+        return _refuse(address, recipe, str(error))
     mailbox = fleet.open_mailbox(f"{fleet.name}/worker")
     signals.report_by(mailbox)
 
@@ -143,23 +143,19 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     return code
 
 
-def _refuse(address: str, reason: str) -> int:
+def _refuse(address: str, recipe: Recipe, reason: str) -> int:
     """End the run because this process cannot join it; returns the exit code."""
-    from ...comm.store import refuse_run
-
     reason = f"{reason} (on host {socket.gethostname()})"
     if JOINING not in os.environ:
-        refuse_run(address, reason)
+        store = StoreClient.connect(address, read_secret(Path(recipe.run.dir)), _REFUSE_S)
+        store.set(REFUSAL_KEY, reason.encode())
+        store.close()
     sys.stderr.write(f"{reason}\n")
     return 2
 
 
 def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
     """The hub gives its summary to all hosts; on another host than the hub's it is written where the run folder has none."""
-    from torch.distributed import DistError
-
-    from ...comm.signing import sign_entry, verify_entry
-    from ...comm.store import publish_summary, wait_for_summary
     from ...relay.hub.shutdown import write_summary
 
     def is_coming() -> bool:
@@ -167,13 +163,15 @@ def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
         return bool(hubs) and hubs[0].host != fleet.me.host
 
     path = run_dir / SUMMARY_FILE
-    secret = read_secret(run_dir)
     # The run may have ended without one, or another process of this host is faster.
-    with suppress(StoreGone, DistError, FileNotFoundError, MessageRefused):
+    with suppress(StoreGone, FileNotFoundError), waiting("hub", "the run's summary", _SUMMARY_S) as wait:
         if fleet.name == "hub" and path.exists():
-            publish_summary(fleet.store_address, sign_entry(secret, SUMMARY_KEY, path.read_bytes()))
-        elif (signed := wait_for_summary(fleet.store_address, is_coming, _SUMMARY_S)) and not path.exists():
-            write_summary(run_dir, json.loads(verify_entry(secret, SUMMARY_KEY, signed)))
+            fleet.store.set(SUMMARY_KEY, path.read_bytes())
+            return
+        while (summary := fleet.store.get(SUMMARY_KEY)) is None and is_coming() and wait.remaining_s:
+            time.sleep(_SUMMARY_POLL_S)
+        if summary is not None and not path.exists():
+            write_summary(run_dir, json.loads(summary))
 
 
 def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
@@ -189,15 +187,13 @@ def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
 
 def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
     """Log an error of the role; report it to the hub unless the supervisor starts this role again."""
-    from torch.distributed import DistError
-
-    if isinstance(error, StoreGone | DistError):
+    if isinstance(error, StoreGone):
         sys.stderr.write(f"{error}\n")
         return STORE_LOST_EXIT
     if isinstance(error, SettingError):
         where = f" (on host {socket.gethostname()})" if has_other_hosts() else ""
         if JOINING not in os.environ:
-            report(mailbox, recipe, role, f"{error}{where}", exit_code=2)
+            report_failure(mailbox, recipe, role, f"{error}{where}", exit_code=2)
         sys.stderr.write(f"{error}\n")
         return 2
     log.error("the %s failed", role, exc_info=error)
@@ -207,43 +203,12 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         sys.stderr.write(f"{text}\n")  # the last line of the log, which the supervisor prints
     is_stuck = role == "actor" and isinstance(error, WaitTimeout)  # another process is at fault
     if is_stuck or not is_restartable(role, recipe):
-        report(mailbox, recipe, role, text, exit_code=1)
+        report_failure(mailbox, recipe, role, text, exit_code=1)
     elif role == "actor":
         from ...comm.messages import ActorFailed
 
         mailbox.send("hub", ActorFailed(text, is_memory_full))
     return MEMORY_FULL_EXIT if is_memory_full else 1
-
-
-def report(mailbox: "Mailbox", recipe: Recipe, role: str, error: str, exit_code: int) -> None:
-    """Report to the hub that the run fails. If it is the hub itself that fails, write the summary and stop all roles."""
-    from ...comm.messages import Failed, Stop
-
-    if role != "hub":
-        mailbox.send("hub", Failed(error, exit_code))
-        return
-    from ...relay.hub.shutdown import write_summary
-
-    try:
-        write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
-    except (OSError, HeadraceError) as lost:
-        print(f"{error}; summary.json is not written: {lost}", flush=True)
-    for place in place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp):
-        if place.role != "shard":  # a shard ends with its rollout
-            mailbox.send(place.name, Stop("failed"))
-
-
-def _report_death(name: str, role: str, recipe: Recipe, address: str, error: str) -> int:
-    from ...comm.mailbox import StoreMailboxes
-    from ...comm.store import connect_store
-
-    store = connect_store(address, recipe.comm.deadline_s)
-    mailboxes = StoreMailboxes(store, read_secret(Path(recipe.run.dir))).start()
-    mailbox = mailboxes.open(name)
-    report(mailbox, recipe, role, error, exit_code=1)
-    mailbox.close()
-    mailboxes.close()
-    return 0
 
 
 def main(argv: list[str]) -> int:
@@ -254,41 +219,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--role", required=True, choices=_MAINS, help="the role")
     parser.add_argument("--index", type=int, required=True, help="its number among the processes of the role")
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with config.yaml")
-    parser.add_argument(
-        "--failed", metavar="TEXT", help="only report to the hub that this process died, with this text"
-    )
-    parser.add_argument("--spare", action="store_true", help="first wait for a byte of standard input, or end with it")
     arguments = parser.parse_args(argv)
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
     os.environ.pop("LOCAL_RANK", None)  # torchrun's number of the supervisor; libraries choose a GPU by it
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if arguments.spare and not wait_until_needed(SPARED[arguments.role]):
-        return 0
     interruption = SignalReporter(arguments.role)
     set_identity(f"{arguments.role} {arguments.index}" if arguments.role != "hub" else "hub")
 
-    from ...comm.store import fetch_recipe, find_address
-
     try:
-        address = find_address(_STORE_DEADLINE_S)  # the run folder is complete before the address is published
-        signed = fetch_recipe(address, _STORE_DEADLINE_S)
-        try:
-            recipe = parse_recipe(verified_recipe(signed, arguments.run))
-        except SettingError as error:
-            return _refuse(address, str(error))
-        return _run(arguments, address, recipe, interruption)
+        address = os.environ[STORE]
+        recipe = fetch_recipe(address, read_secret(arguments.run))
+        return run_role(arguments.role, arguments.index, recipe, address, interruption)
     except StoreGone as error:
         sys.stderr.write(f"{error}\n")
         return STORE_GONE_EXIT
-
-
-def _run(arguments: argparse.Namespace, address: str, recipe: Recipe, interruption: SignalReporter) -> int:
-    if arguments.failed is not None:
-        name = "hub" if arguments.role == "hub" else f"{arguments.role}-{arguments.index}"
-        return _report_death(name, arguments.role, recipe, address, arguments.failed)
-    return run_role(arguments.role, arguments.index, recipe, address, interruption)
+    except SettingError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
 
 
 def end_process(code: int) -> NoReturn:

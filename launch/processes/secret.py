@@ -1,16 +1,11 @@
-"""The run's secret, with which messages are signed and connections proved: `HEADRACE_SECRET`, or a file in a folder that its owner alone can enter.
-
-A recipe from the store counts only if it is signed with the secret: it names code that a process runs.
-"""
+"""The run's secret, with which connections are proved: `HEADRACE_SECRET`, or a file in a folder that its owner alone can enter."""
 
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...comm.environment import RECIPE_KEY
-from ...comm.errors import MessageRefused, SettingError
-from ...comm.signing import verify_entry
+from ...comm.errors import SettingError
 from ..config.run_folder import make_run_folder
 
 SECRET_FILE = "private/secret"
@@ -18,7 +13,7 @@ SECRET_FILE = "private/secret"
 
 
 def create_secret(run_dir: Path) -> None:
-    """Write a new secret for each start of a run: messages, entries and recipes of an earlier start are refused then."""
+    """Write a new secret for each start of a run: a process of an earlier start is refused then."""
     if "HEADRACE_SECRET" in os.environ:
         return
     path = make_run_folder(run_dir) / SECRET_FILE
@@ -37,14 +32,3 @@ def read_secret(run_dir: Path, environment: Mapping[str, str] = os.environ) -> b
             f"run.dir: the run's secret {run_dir / SECRET_FILE} is not here ({error.strerror}), and it never goes over the"
             " network; share run.dir between the hosts, or set HEADRACE_SECRET to the same text on each of them"
         ) from error
-
-
-def verified_recipe(signed: bytes, run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
-    """The recipe that the store has, as YAML, if the run's own supervisor signed it. Raises `SettingError`."""
-    try:
-        return verify_entry(read_secret(run_dir, environment), RECIPE_KEY, signed).decode()
-    except MessageRefused as refusal:
-        raise SettingError(
-            f"run.dir: the recipe in the run's store is not signed with the secret of {run_dir} ({refusal}): another run's"
-            " secret is there, or a stranger wrote the recipe"
-        ) from refusal

@@ -8,7 +8,6 @@ starts the fleet's store, and the supervisor of relay-0 also starts the hub.
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,16 +19,16 @@ from ...comm.environment import (
     GPU_PROCESSES,
     RUN_ID,
     SEGMENT_FD,
+    STORE,
     STREAMING_COPY_ENV,
     VISIBLE_DEVICES,
     environment_of_threads,
 )
-from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT
+from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT, StoreGone
 from ...comm.links.host import listening_address
 from ...comm.memfd import create_memory
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
-from ...relay.hub.exits import ProcessExit, report_exit
 from ..config.gpus import Gpus
 from ..config.load import CONFIG_FILE
 from ..config.run_folder import SUMMARY_FILE, FolderWatch
@@ -40,7 +39,7 @@ from ..report.peak_memory import write_peaks
 from .child import Child, block_signals, describe_exit, print_message, wait_for_signal
 from .memory_kill import MemoryKills
 from .secret import read_secret
-from .spare import SPARE_AFTER_S, SPARED, Spares
+from .store_address import read_address, start_id
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -48,6 +47,8 @@ LEAVE_S = 5.0
 """Seconds from the run's summary until children that still run are ended."""
 POLL_S = 0.5
 """Seconds between two looks for the summary."""
+STORE_POLL_S = 0.02
+"""Seconds between two looks for the address of the store that is starting."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -112,6 +113,8 @@ class Supervisor:
     placement: Placement
     world_size: int
     hosts_store: bool = False
+    store_address: str = ""
+    """Of the run's store; the supervisor that hosts it learns it from the run folder."""
     store_interface: str = "127.0.0.1"
     has_other_hosts: bool = False
     device: str = ""
@@ -122,7 +125,6 @@ class Supervisor:
     """Variables with the threads of the role's process, and of those that come after it; the other children have one."""
     commands: ChildCommands = ChildCommands()
     shutdown_s: float = SHUTDOWN_S
-    spare_after_s: float = SPARE_AFTER_S
     children: dict[str, Child] = field(default_factory=dict)
     restarts: dict[str, list[float]] = field(default_factory=dict)
     """When each child was started again."""
@@ -131,6 +133,8 @@ class Supervisor:
     deadline: float | None = None
     is_late: bool = False
     has_lost_store: bool = False
+    has_started: bool = False
+    """Whether the processes of the roles have been started."""
     segment: int | None = None
     due: dict[str, float] = field(default_factory=dict)
     """When to try again to start a child for which the machine had no room."""
@@ -140,11 +144,8 @@ class Supervisor:
     folder: FolderWatch = field(init=False)
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Tells the hub, when it is started again, the journal of this start from that of an earlier one."""
-    spares: Spares = field(init=False)
 
     def __post_init__(self) -> None:
-        roles = {role for role in SPARED if is_restartable(role, self.recipe)}
-        self.spares = Spares(self._start_spare, roles, self.spare_after_s)
         self.folder = FolderWatch(Path(self.recipe.run.dir))
 
     def run(self) -> int:
@@ -154,7 +155,9 @@ class Supervisor:
         """
         end_with_parent(signal.SIGTERM, os.getppid())
         block_signals()
-        self._start_all()
+        if self.hosts_store:
+            self._start_worker("store")
+        self._start_roles()
         while self.children or self.due:
             self.kills.look({name: child.pid for name, child in self.children.items()})
             if (received := wait_for_signal(self._patience_s())) not in (0, signal.SIGCHLD):
@@ -172,8 +175,7 @@ class Supervisor:
             for name in [name for name, moment in self.due.items() if moment <= time.monotonic()]:
                 del self.due[name]
                 self._start_worker(name)
-            self.spares.keep()
-        self.spares.end()
+            self._start_roles()
         self._write_peaks()
         return self.exit_code
 
@@ -185,9 +187,13 @@ class Supervisor:
         if not self.folder.problem():
             write_peaks(Path(self.recipe.run.dir), self.placement.name, peaks)
 
-    def _start_all(self) -> None:
-        if self.hosts_store:
-            self._start_worker("store")
+    def _start_roles(self) -> None:
+        """Start the processes of the roles, once, as soon as the store has an address."""
+        if self.hosts_store and not self.store_address:
+            self.store_address = read_address(Path(self.recipe.run.dir)) or ""
+        if self.has_started or not self.store_address:
+            return
+        self.has_started = True
         if self.placement.role == "relay":
             self.segment = create_memory(f"headrace-{self.placement.name}")
             if self.placement.index == 0:
@@ -197,7 +203,7 @@ class Supervisor:
     def _start_worker(self, name: str) -> None:
         """Start a role's process, or have it started a moment later if the machine has no room for it now."""
         try:
-            self.children[name] = self.spares.take(name) or self._child(name, self._worker_command(name))
+            self.children[name] = self._child(name, self._worker_command(name))
         except OSError as error:
             self._on_failed_start(name, error)
         else:
@@ -214,25 +220,33 @@ class Supervisor:
             return
         how = f"{name} could not be started for {now - failures[0]:.0f} s: {error}"
         print_message(f"{how}; the run ends")
-        self._report_exit(ProcessExit(name, 0, how, ends_run=True))
+        self._report_death(name, how)
         self.exit_code = 1
         self._set_deadline(self.shutdown_s)
-
-    def _start_spare(self, name: str, stdin: int) -> Child:
-        return self._child(name, [*self._worker_command(name), "--spare"], stdin=stdin)
 
     def _worker_command(self, name: str) -> list[str]:
         if name == "store":
             members = str(self.world_size + 1)
             recipe = str(Path(self.recipe.run.dir) / CONFIG_FILE)
-            flags = ["--interface", self.store_interface, "--publish", "--expect", members, "--recipe", recipe]
+            flags = [
+                "--interface",
+                self.store_interface,
+                "--expect",
+                members,
+                "--recipe",
+                recipe,
+                "--start",
+                start_id(),
+            ]
+            flags += ["--publish"] * self.has_other_hosts + ["--tls"] * self.recipe.comm.tls
             return [*self.commands.store, *flags]
         role, _, index = name.partition("-")
         return [*self.commands.worker, "--role", role, "--index", index or "0", "--run", self.recipe.run.dir]
 
-    def _child(self, name: str, command: Sequence[str], *, stdin: int = subprocess.DEVNULL) -> Child:
+    def _child(self, name: str, command: Sequence[str]) -> Child:
         environment = {VISIBLE_DEVICES: self.device if name == self.placement.name else ""}
         environment |= {GPU_PROCESSES: str(self.gpu_processes), RUN_ID: self.run_id}
+        environment |= {STORE: self.store_address} if self.store_address else {}
         environment |= self.computing if name == self.placement.name else environment_of_threads(1)
         pass_fds = ()
         if name == self.placement.name:
@@ -241,10 +255,10 @@ class Supervisor:
                 environment[SEGMENT_FD] = str(self.segment)
                 pass_fds = (self.segment,)
         elif name == "store":
-            environment["HEADRACE_SECRET"] = read_secret(Path(self.recipe.run.dir)).decode()  # it signs the recipe
+            environment["HEADRACE_SECRET"] = read_secret(Path(self.recipe.run.dir)).decode()
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
         console = name in ("hub", "actor-0")
-        return Child(name, command, environment=environment, log=log, console=console, stdin=stdin, pass_fds=pass_fds)
+        return Child(name, command, environment=environment, log=log, console=console, pass_fds=pass_fds)
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
@@ -263,7 +277,6 @@ class Supervisor:
         if kind is ExitKind.RESTART:
             restarts.append(now)
             how, has_cause = self._describe(child, code)
-            self._report_exit(ProcessExit(child.name, child.pid, how))
             print_message(
                 f"{how}; it is started again" if has_cause else f"{how} and is started again{child.log_tail(3)}"
             )
@@ -314,16 +327,16 @@ class Supervisor:
         print_message(f"{error}; {'this host leaves the run' if has_joined else 'the run ends'}{tail}")
         if is_reported or child.name == "store" or has_joined:
             return
-        self._report_exit(ProcessExit(child.name, child.pid, error, ends_run=True))
-        if child.name == "hub" or self.has_other_hosts:  # the others read no file of this host
-            words = [*self._worker_command(child.name), "--failed", error]
-            try:
-                self.children["failure-report"] = self._child("failure-report", words)
-            except OSError as problem:
-                print_message(f"the hub is not told: {problem}")
+        self._report_death(child.name, error)
 
-    def _report_exit(self, exit_: ProcessExit) -> None:
-        report_exit(Path(self.recipe.run.dir), exit_)
+    def _report_death(self, name: str, error: str) -> None:
+        """Tell the hub that a process is not started again, which ends the run."""
+        from .failure_report import report_death  # with the client of the store, which few supervisors need
+
+        try:
+            report_death(name, self.recipe, self.store_address, read_secret(Path(self.recipe.run.dir)), error)
+        except (OSError, StoreGone) as problem:
+            print_message(f"the hub is not told: {problem}")
 
     def _pass_on(self, number: int) -> None:
         """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 is for the hub."""
@@ -355,6 +368,8 @@ class Supervisor:
         """
         if self.is_over():
             self._set_deadline(LEAVE_S)
+        if not self.has_started and not self._is_ending:
+            return STORE_POLL_S
         left = POLL_S if self.deadline is None else max(0.0, self.deadline - time.monotonic())
         return min(left, POLL_S)
 
@@ -373,9 +388,10 @@ class Supervisor:
         self.deadline = time.monotonic() + self.shutdown_s
 
 
-def supervise(recipe: Recipe, joining: Sequence[Placement] = ()) -> int:
+def supervise(recipe: Recipe, store_address: str, joining: Sequence[Placement] = ()) -> int:
     """Supervise the rank of torchrun's environment; returns its exit code. Raises `SettingError` before any start.
 
+    store_address: of the run's store, which rank 0 starts; empty for that rank.
     joining: the placement of this host's ranks, where it joins a running job.
 
     A run under the launcher that ended in order, for whatever reason, returns 0: torchrun knows only success and failure
@@ -389,7 +405,7 @@ def supervise(recipe: Recipe, joining: Sequence[Placement] = ()) -> int:
         print_message("no GPU is visible here; all processes of this host run on the CPU")
     device = visible_devices(placement, gpus, staging_gpu(recipe, placements, placement.host, gpus))
     supervisor = Supervisor(
-        recipe, placement, sum(hosts), hosts_store=not joining and os.environ["RANK"] == "0", device=device
+        recipe, placement, sum(hosts), hosts_store=not store_address, store_address=store_address, device=device
     )
     supervisor.gpu_processes = processes_on(placements, placement, gpus)
     here = [place.role for place in placements if place.host == placement.host]

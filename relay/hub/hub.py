@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ...comm.disk import describe_unwritable, is_unwritable, say
-from ...comm.mailbox import Mailbox
+from ...comm.mailbox import Envelope, Mailbox
 from ...comm.messages import (
     ActorFailed,
     BusyReport,
@@ -21,7 +21,6 @@ from ...comm.messages import (
 )
 from ...comm.messages.base import process_of
 from ...comm.recipe import QueueSettings, RepackSettings
-from ...comm.signing import Envelope
 from ..checkpoints import CheckpointFolder
 from ..dataset.order import PromptSource
 from ..journal import events as ev

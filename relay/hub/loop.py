@@ -17,8 +17,8 @@ from ...comm import threads
 from ...comm.clock import REAL_TIME, Clock
 from ...comm.disk import say
 from ...comm.fleet import Fleet
+from ...comm.mailbox import Envelope
 from ...comm.messages import (
-    ConnectionLost,
     DeclaredDead,
     Failed,
     HeldRows,
@@ -32,7 +32,6 @@ from ...comm.messages import (
 )
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
-from ...comm.signing import Envelope
 from ..journal.journal import account_dict
 from ..journal.opening import check_journal_is_there, open_journal
 from ..journal.records import RowStatus
@@ -98,7 +97,7 @@ class HubLoop:
     def __init__(self, hub: Hub, fleet: Fleet) -> None:
         self.hub = hub
         self.fleet = fleet
-        self.detector = FailureDetector(fleet, hub.context.journal.path.parent)
+        self.detector = FailureDetector(fleet)
         self._printed = {""}
         self._models = ModelCheck()
         self._checked_at = 0.0
@@ -109,14 +108,9 @@ class HubLoop:
             return end
         envelope = self.hub.mailbox.receive(WATCH_S)
         message = envelope.message if envelope else None
-        if isinstance(message, ConnectionLost):
-            self.detector.on_connection_lost(message)
-        # A death is acted on at once; and a short run is over before the first check is due.
-        is_urgent = isinstance(message, ConnectionLost | TrainingDone | Failed | Interrupted)
-        if is_urgent or threads.seconds() - self._checked_at >= WATCH_S:
+        # A short run is over before the first check is due.
+        if isinstance(message, TrainingDone | Failed | Interrupted) or threads.seconds() - self._checked_at >= WATCH_S:
             self._check_fleet()
-        if self.detector.broken is not None and isinstance(message, Failed | Interrupted):
-            return None  # a broken process is the cause of the message; the next step tells it
         return None if envelope is None else self._dispatch(envelope)
 
     def _end(self) -> RunEnd | None:
@@ -125,8 +119,6 @@ class HubLoop:
             return RunEnd("failed", failure, 1)
         if (ending := self.hub.state.ending) is not None:  # the hub before began to end the run
             return RunEnd.of(ending)
-        if (broken := self.detector.broken) is not None:
-            return RunEnd("failed", broken.how, 1, gone=broken.name)
         return None
 
     def _dispatch(self, envelope: Envelope) -> RunEnd | None:
@@ -138,8 +130,6 @@ class HubLoop:
                 return RunEnd("failed", error, exit_code, gone=envelope.sender)
             case Interrupted(signal=number):
                 return RunEnd("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
-            case ConnectionLost():
-                pass  # the failure detector has it
             case HeldRows():
                 pass  # the rollout was drained, so it holds none
             case StatusRequested(reply_to=inbox):

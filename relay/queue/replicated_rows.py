@@ -41,22 +41,6 @@ class ReplicatedRows:
         self._failed: set[str] = set()
         self._lock = threading.Lock()
 
-    def attach(self) -> None:
-        """Connect to two units, or as many as there are: the end of a connection tells the hub that this process died.
-
-        One would not do: the nearest unit dies with this process when their host dies.
-        """
-        if not self._fleet.alive_members("relay", having="unit"):
-            return
-        attached = 0
-        for unit in self._nearest_first():
-            try:
-                attached += bool(self._client(unit))
-            except PeerGone as error:
-                self._mark_failed(unit, error)
-            if attached == COPIES:
-                return
-
     def put_row(self, key: str, columns: "Columns") -> list[str]:
         """Write a new row to two units if there are two, the nearest first; returns the units that have it.
 

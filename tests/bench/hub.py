@@ -28,7 +28,7 @@ from headrace.comm.messages import (
     TrainingDone,
 )
 from headrace.comm.recipe import CommSettings
-from headrace.comm.store import StoreServer
+from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
 from headrace.launch.config.load import read_recipe
 from headrace.relay.hub.loop import run
@@ -56,7 +56,7 @@ def starving_trainer(name: str, options: Options) -> list[Measurement]:
 
 
 def _measure(name: str, num_queued: int) -> list[Measurement]:
-    hosted = StoreServer("127.0.0.1")
+    hosted = StoreServer("127.0.0.1", _SECRET).start()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
         with BenchProcess(command("hub", folder, hosted.address)) as hub, ThreadPoolExecutor(1) as pool:
@@ -68,6 +68,7 @@ def _measure(name: str, num_queued: int) -> list[Measurement]:
             generating.result(_DEADLINE_S)
             assert hub.process.wait(_DEADLINE_S) == 0
             fleet.leave()
+        hosted.close()
         journal = Path(folder) / "journal.jsonl"
         lines = [msgspec.json.decode(line) for line in journal.read_bytes().splitlines()]
         state = replay(journal)

@@ -10,7 +10,8 @@ import numpy as np
 
 from headrace.comm.links.opening import open_link
 from headrace.comm.links.tls import TlsIdentity
-from headrace.comm.store import StoreServer, connect_store
+from headrace.comm.store.client import StoreClient
+from headrace.comm.store.server import StoreServer
 
 from .harness import BenchProcess, Measurement, Options, best_seconds, command
 
@@ -25,14 +26,15 @@ def tcp_link(name: str, options: Options) -> list[Measurement]:
     `tls-link` is encrypted, the raw socket is not.
     """
     is_tls = name == "tls-link"
-    num_bytes, hosted = options.megabytes << 20, StoreServer("127.0.0.1")
+    num_bytes, hosted = options.megabytes << 20, StoreServer("127.0.0.1", b"").start()
     buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         words = command("links", hosted.address, f"127.0.0.1:{listener.getsockname()[1]}", num_bytes, *["tls"][:is_tls])
         with BenchProcess(words):
             listener.settimeout(_DEADLINE_S)
             connection = listener.accept()[0]
-            store, tls = connect_store(hosted.address, _DEADLINE_S), TlsIdentity() if is_tls else None
+            tls = TlsIdentity() if is_tls else None
+            store = StoreClient.connect(hosted.address, b"", _DEADLINE_S)
             link = open_link("tcp", store, "bench", 0, _DEADLINE_S, tls=tls)
 
             def send_raw() -> None:
@@ -48,6 +50,8 @@ def tcp_link(name: str, options: Options) -> list[Measurement]:
             raw_s, link_s = best_seconds(send_raw, send, repeats=_REPEATS)
             connection.close()
             link.close()
+            store.close()
+    hosted.close()
     return [Measurement(name, "raw socket", num_bytes / link_s / 1e9, "GB/s", raw_s / link_s)]
 
 
@@ -56,7 +60,7 @@ def _receive(store: str, address: str, num_bytes: int, tls: TlsIdentity | None) 
     host, port = address.split(":")
     buffer, done = np.zeros(num_bytes, np.uint8), np.zeros(1, np.uint8)
     with socket.create_connection((host, int(port)), _DEADLINE_S) as connection:
-        link = open_link("tcp", connect_store(store, _DEADLINE_S), "bench", 1, _DEADLINE_S, tls=tls)
+        link = open_link("tcp", StoreClient.connect(store, b"", _DEADLINE_S), "bench", 1, _DEADLINE_S, tls=tls)
         for _ in range(_REPEATS):
             filled = 0
             while filled < num_bytes:

@@ -20,7 +20,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from headrace.comm.store import StoreServer, connect_store
+from headrace.comm.links.process_group import meeting_store
+from headrace.comm.store.client import StoreClient
+from headrace.comm.store.server import StoreServer
 
 from .harness import BenchProcess, best_seconds, command
 
@@ -138,12 +140,13 @@ def _stall(prefix: str, num_hosts: str, num_bytes: str) -> None:
 
 def _gloo(rank: str, num_hosts: str, store_address: str, num_bytes: str) -> None:
     host, port = store_address.split(":")
-    hosted = StoreServer(host, int(port)) if rank == "0" else None
-    store: Any = connect_store(store_address, 60, is_started=False)
+    hosted = StoreServer(host, b"", int(port)).start() if rank == "0" else None
+    client = StoreClient.connect(store_address, b"", 60, is_started=False)
+    store: Any = meeting_store(client, _address(int(rank)), "gloo", 60, is_host=rank == "0")
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(int(rank)))]
     options._timeout = _DEADLINE
-    group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), int(rank), int(num_hosts), options)  # pyright: ignore
+    group: Any = dist.ProcessGroupGloo(store, int(rank), int(num_hosts), options)  # pyright: ignore
     version = torch.zeros(int(num_bytes), dtype=torch.uint8)
 
     def broadcast() -> None:
@@ -152,7 +155,9 @@ def _gloo(rank: str, num_hosts: str, store_address: str, num_bytes: str) -> None
 
     group.barrier().wait(_DEADLINE)
     print("seconds", *best_seconds(broadcast, repeats=_REPEATS), flush=True)
-    del hosted
+    client.close()
+    if hosted is not None:
+        hosted.close()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from headrace.comm.fleet import StoreFleet
 from headrace.comm.links.base import Link
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
-from headrace.comm.store import StoreServer
+from headrace.comm.store.server import StoreServer
 from headrace.relay.weights import transfer
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
@@ -70,7 +70,8 @@ class RelayCluster:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(patch.object(transfer, "CHUNK_RANGE", self._chunks))
-            self._hosted = StoreServer(self._settings.interface)
+            self._hosted = StoreServer(self._settings.interface, _SECRET).start()
+            stack.callback(self._hosted.close)
             self.relays = [stack.enter_context(self._start(index)) for index in range(len(self._places))]
             self._actor = self._join("actor", stack)
             self._actor.wait_for("relay", len(self.relays), 120, having="segment")
@@ -112,9 +113,8 @@ class RelayCluster:
         return max(arrival for index, (_, arrival) in enumerate(self._received) if index not in without)
 
     def _join(self, role: str, stack: ExitStack) -> PacedFleet:
-        fleet = PacedFleet(self._hosted.address, role, 0, _SECRET, {}, self._settings)
+        fleet = PacedFleet.start(self._hosted.address, role, 0, _SECRET, {}, self._settings)
         fleet.pace = self._pace
-        fleet.start()
         stack.callback(fleet.leave)
         return fleet
 
@@ -129,9 +129,8 @@ class RelayCluster:
 def _relay(address: str, index: int, pace: float, settings: CommSettings) -> None:
     """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
-    fleet = PacedFleet(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
+    fleet = PacedFleet.start(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
     fleet.pace = pace
-    fleet.start()
     server = WeightServer(fleet, segment, settings).start()
     version = 0
     while not select.select([sys.stdin], [], [], 0)[0]:

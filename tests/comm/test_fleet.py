@@ -7,17 +7,18 @@ import sys
 import threading
 import time
 
-import msgspec
 import pytest
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 
 from headrace.comm.environment import RUN_ID
 from headrace.comm.errors import STORE_LOST_EXIT, WaitTimeout
-from headrace.comm.fleet import Fleet, Member, MemberTable, StoreFleet
+from headrace.comm.fleet import Fleet, StoreFleet
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
-from headrace.comm.store import ROSTER, StoreServer, connect_store
+from headrace.comm.store.protocol import Beat
+from headrace.comm.store.server import StoreServer
+from headrace.comm.store.state import StoreState
 from headrace.comm.waits import waiting
 
 SECRET = b"a secret of the run"
@@ -31,17 +32,18 @@ class StoreCluster:
     """Members of one test on a store."""
 
     def __init__(self):
-        self.hosted = StoreServer("127.0.0.1")
+        self.server = StoreServer("127.0.0.1", SECRET).start()
         self.fleets = []
         at_end(self.close)
 
     def join(self, role, index=0, info=None):
-        self.fleets.append(Fleet.join(self.hosted.address, role, index, SECRET, info or {}, QUICK))
+        self.fleets.append(Fleet.join(self.server.address, role, index, SECRET, info or {}, QUICK))
         return self.fleets[-1]
 
     def close(self):
         for fleet in self.fleets:
             fleet.leave()
+        self.server.close()
 
 
 class MemoryCluster:
@@ -150,39 +152,11 @@ def test_links_are_opened_by_name(cluster):
         link.close()
 
 
-def test_a_member_whose_counter_stands_still_past_the_expiry_counts_as_dead():
-    table = MemberTable(expiry_s=1.0)
-    member = Member("rollout-0", "rollout", 0, 1, "here", 1, {})
-    table.observe(member, 1, now=0.0)
-    table.observe(member, 1, now=0.9)
-    assert table.members("rollout")[0].is_alive
-    table.observe(member, 1, now=1.1)
-    assert not table.members("rollout")[0].is_alive
-    table.observe(member, 2, now=1.2)
-    assert table.members("rollout")[0].is_alive
-
-
-@pytest.mark.parametrize(("heartbeat_s", "is_frequent"), [(0.02, True), (60.0, False)])
-def test_a_member_beats_in_each_period(monkeypatch, heartbeat_s, is_frequent):
-    beats = []
-    publish = StoreFleet._publish_beat
-    monkeypatch.setattr(StoreFleet, "_publish_beat", lambda fleet, store: (publish(fleet, store), beats.append(store)))
-    hosted = StoreServer("127.0.0.1")
-    settings = CommSettings(heartbeat_s=heartbeat_s, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
-    fleet = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
-    if is_frequent:
-        until(lambda: len(beats) > 5)
-    else:
-        time.sleep(0.5)
-        assert len(beats) <= 1
-    fleet.leave()
-
-
 MEMBER = """
 import sys, time
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
-fleet = Fleet.join(sys.argv[1], "rollout", 3, b"s", {}, CommSettings(heartbeat_s=0.02, expiry_s=float(sys.argv[3])))
+fleet = Fleet.join(sys.argv[1], "rollout", 3, b"", {}, CommSettings(heartbeat_s=0.02, expiry_s=float(sys.argv[3])))
 print("joined", flush=True)
 sys.stdin.readline()
 if sys.argv[2] == "leave":
@@ -229,7 +203,7 @@ def test_a_process_whose_store_dies_ends_with_a_named_error(processes):
     member = processes.member("stay")
     processes.store.kill()
     assert member.wait(PATIENCE_S) == STORE_LOST_EXIT
-    assert "StoreGone: rollout-3: the fleet's store at 127.0.0.1:" in member.stderr.read()
+    assert "StoreGone: rollout-3: the run's store at 127.0.0.1:" in member.stderr.read()
 
 
 def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
@@ -241,7 +215,7 @@ def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
 
 def test_a_process_that_was_stopped_itself_is_a_member_again_when_it_continues(processes):
     member = processes.member("stay", expiry_s=0.5)
-    hub = Fleet.join(processes.address, "hub", 0, b"s", {}, MORTAL)
+    hub = Fleet.join(processes.address, "hub", 0, b"", {}, MORTAL)
     hub.wait_for("rollout", 1, PATIENCE_S)
     os.kill(member.pid, signal.SIGSTOP)
     assert until(
@@ -266,7 +240,7 @@ def test_the_store_does_not_wait_for_the_dead_and_ignores_signals_to_all_process
     member = processes.member("stay")
     processes.store.send_signal(signal.SIGINT)
     processes.store.send_signal(signal.SIGTERM)
-    hub = Fleet.join(processes.address, "hub", 0, b"s", {}, MORTAL)
+    hub = Fleet.join(processes.address, "hub", 0, b"", {}, MORTAL)
     hub.wait_for("rollout", 1, PATIENCE_S)
     member.kill()
     assert until(lambda: not hub.members("rollout")[0].is_alive)
@@ -279,71 +253,44 @@ def test_a_store_ends_on_sigquit(processes):
     assert processes.store.wait(PATIENCE_S) == 0
 
 
-def test_the_watchdog_reports_a_lost_store_once():
+def test_a_lost_store_is_told_once():
     errors = []
-    hosted = StoreServer("127.0.0.1")
-    fleet = StoreFleet(hosted.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=errors.append).start()
+    server = StoreServer("127.0.0.1", SECRET).start()
+    fleet = StoreFleet.start(server.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=errors.append)
     at_end(fleet.leave)
-    del hosted.store
+    server.close()
     assert until(lambda: errors)
     assert "relay-0" in str(errors[0])
     fleet.leave()
+    assert len(errors) == 1
 
 
-def test_an_entry_that_no_member_wrote_is_ignored():
+def test_the_runs_number_is_that_of_its_start(monkeypatch):
     cluster = StoreCluster()
-    watcher, relay = cluster.join("hub"), cluster.join("relay", info={"segment": "mine"})
-    store = connect_store(cluster.hosted.address, PATIENCE_S)
-    store.append(ROSTER, "relay-7\nghost\n")
-    forged = Member("relay-0", "relay", 0, 9, "host", 1, {"segment": "/tmp/theirs"})
-    for name, entry in (("relay-0", msgspec.json.encode(forged)), ("relay-7", b"\xff not JSON")):
-        store.set(f"fleet/member/{name}", entry)
-        store.set(f"fleet/beat/{name}", "1")
-    cluster.join("rollout")
-    watcher.wait_for("rollout", 1, PATIENCE_S)  # the table was read again since
-    assert {member.info["segment"] for member in watcher.members("relay")} <= {"mine"}
-    relay.announce(more="facts")
-    found = watcher.wait_for("relay", 1, PATIENCE_S, having="more")
-    assert [member.info["segment"] for member in found] == ["mine"]
-
-
-@pytest.mark.parametrize("beat", [b"x", b"99999999999999999999", b""])
-def test_a_beat_that_no_member_wrote_ends_nobody_and_keeps_nobody_alive(beat):
-    hosted, gone = StoreServer("127.0.0.1"), []
-    relay = StoreFleet(hosted.address, "relay", 0, SECRET, {}, MORTAL, on_store_gone=gone.append).start()
-    watcher = StoreFleet(hosted.address, "hub", 0, SECRET, {}, MORTAL, on_store_gone=gone.append).start()
-    at_end(watcher.leave)
-    store = connect_store(hosted.address, PATIENCE_S)
-    until(lambda: watcher.alive_members("relay"))
-    store.set("fleet/beat/relay-0", beat)
-    before = relay._heard_at
-    until(lambda: relay._heard_at > before or gone)
-    assert not gone
-    until(lambda: watcher.alive_members("relay"))
-    relay._leaving.set()  # it dies: its beat stands still, whatever a stranger writes
-    for thread in relay._threads:
-        thread.join(PATIENCE_S)
-    relay.mailboxes.close()
-
-    def is_dead():
-        store.set("fleet/beat/relay-0", os.urandom(8))
-        return not watcher.alive_members("relay")
-
-    until(is_dead)
-
-
-def test_the_runs_number_is_not_what_a_stranger_writes(monkeypatch):
-    cluster = StoreCluster()
-    connect_store(cluster.hosted.address, PATIENCE_S).set("fleet/run", "theirs")
     before = [cluster.join("hub").run_id, cluster.join("relay").run_id]
-    assert "theirs" not in before and before[0] == before[1]
+    assert before[0] == before[1]
     monkeypatch.setenv(RUN_ID, "of the next start")
     assert cluster.join("rollout").run_id != before[0]
 
 
-def test_an_entry_of_an_earlier_incarnation_does_not_replace_a_later_one():
-    table = MemberTable(expiry_s=1.0)
-    second = Member("rollout-0", "rollout", 0, 2, "host", 2, {})
-    table.observe(second, 1, 0.0)
-    table.observe(Member("rollout-0", "rollout", 0, 1, "host", 1, {}), 2, 0.1)
-    assert table.members("rollout") == [second]
+@pytest.mark.parametrize(("heartbeat_s", "is_frequent"), [(0.02, True), (60.0, False)])
+def test_a_member_beats_in_each_period(monkeypatch, heartbeat_s, is_frequent):
+    beats = []
+    handle = StoreState.handle
+
+    def counting(state, client, request, now):
+        if isinstance(request, Beat):
+            beats.append(now)
+        handle(state, client, request, now)
+
+    monkeypatch.setattr(StoreState, "handle", counting)
+    hosted = StoreServer("127.0.0.1", SECRET).start()
+    at_end(hosted.close)
+    settings = CommSettings(heartbeat_s=heartbeat_s, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
+    fleet = Fleet.join(hosted.address, "rollout", 0, SECRET, {}, settings)
+    if is_frequent:
+        until(lambda: len(beats) > 5)
+    else:
+        time.sleep(0.5)
+        assert not beats
+    fleet.leave()

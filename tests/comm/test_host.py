@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.closing import at_end
 
-from headrace.comm.errors import SettingError, StoreGone
+from headrace.comm.errors import SettingError
 from headrace.comm.links.host import (
     bind_process_groups,
     host_id,
@@ -22,7 +22,8 @@ from headrace.comm.links.host import (
 from headrace.comm.links.opening import open_link
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.server import StorageServer
-from headrace.comm.store import StoreServer, connect_store
+from headrace.comm.store.client import StoreClient
+from headrace.comm.store.server import StoreServer
 
 PATIENCE_S = 60.0
 
@@ -88,20 +89,23 @@ def test_process_groups_use_the_hosts_own_interface_unless_the_user_names_one(mo
 
 @pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 def test_store_links_and_storage_units_work_over_ipv6():
-    hosted = StoreServer("::1")
-    at_end(lambda: hosted)
+    hosted = StoreServer("::1", b"s").start()
+    at_end(hosted.close)
+    clients = [StoreClient.connect(hosted.address, b"s", PATIENCE_S) for _ in range(2)]
+    for each in clients:
+        at_end(each.close)
     assert hosted.address.startswith("[::1]:")
     assert own_address("auto", hosted.address) == "::1"
     sent, received = np.arange(9, dtype=np.uint8), np.empty(9, np.uint8)
 
     def listen() -> None:
-        link = open_link("tcp", connect_store(hosted.address, PATIENCE_S), "six", 0, PATIENCE_S, interface="::1")
+        link = open_link("tcp", clients[0], "six", 0, PATIENCE_S, interface="::1")
         link.send(sent, PATIENCE_S)
         link.close()
 
     thread = threading.Thread(target=listen)
     thread.start()
-    link = open_link("tcp", connect_store(hosted.address, PATIENCE_S), "six", 1, PATIENCE_S, interface="::1")
+    link = open_link("tcp", clients[1], "six", 1, PATIENCE_S, interface="::1")
     link.receive(received, PATIENCE_S)
     thread.join(PATIENCE_S)
     link.close()
@@ -112,22 +116,3 @@ def test_store_links_and_storage_units_work_over_ipv6():
     at_end(client.close)
     client.put("row", {"x": sent})
     assert (client.get("row")["x"] == sent).all()
-
-
-def test_a_store_that_has_ended_is_gone_at_once():
-    """Its port refuses connections; a TCPStore client would try again until its timeout."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(StoreGone, match="no store answers"):
-        connect_store(address, deadline_s=1e9)
-
-
-def test_a_store_that_is_not_started_yet_is_awaited():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    hosted: list[StoreServer] = []
-    timer = threading.Timer(0.3, lambda: hosted.append(StoreServer("127.0.0.1", port)))
-    timer.start()
-    connect_store(f"127.0.0.1:{port}", PATIENCE_S, is_started=False).set("key", b"value")
-    timer.join()
-    assert hosted[0].store.get("key") == b"value"

@@ -20,14 +20,12 @@ from support.throttled_link import ThrottledLink
 
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links import staged
-from headrace.comm.links.host import join_address
 from headrace.comm.links.opening import open_link
-from headrace.comm.links.process_group import open_group
+from headrace.comm.links.process_group import open_pair as open_pair_group
 from headrace.comm.links.staged import StagedLink
 from headrace.comm.links.tls import TlsIdentity
-from headrace.comm.signing import verify_entry
-from headrace.comm.store import StoreServer, clone_store, connect_store
-from headrace.comm.waits import waiting
+from headrace.comm.store.client import StoreClient
+from headrace.comm.store.server import StoreServer
 
 SECRET = b"a secret of the run"
 PATIENCE_S = 60.0
@@ -44,10 +42,16 @@ class Clock:
         self.now += seconds + self.oversleeps_s
 
 
+def connected(address):
+    client = StoreClient.connect(address, SECRET, PATIENCE_S)
+    at_end(client.close)
+    return client
+
+
 def open_pair(backend, address, name, secrets=(SECRET, SECRET), deadline_s=PATIENCE_S, tls=False):
     def open_end(end):
-        store, identity = connect_store(address, PATIENCE_S), TlsIdentity() if tls else None
-        return open_link(backend, store, name, end, deadline_s, secret=secrets[end], tls=identity)
+        identity = TlsIdentity() if tls else None
+        return open_link(backend, connected(address), name, end, deadline_s, secret=secrets[end], tls=identity)
 
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(open_end, end) for end in (0, 1)]
@@ -56,7 +60,9 @@ def open_pair(backend, address, name, secrets=(SECRET, SECRET), deadline_s=PATIE
 
 @pytest.fixture(scope="module")
 def store():
-    return StoreServer("127.0.0.1")
+    server = StoreServer("127.0.0.1", SECRET).start()
+    yield server
+    server.close()
 
 
 @pytest.fixture(params=["tcp", "tls", "staged", "memory"])
@@ -214,7 +220,7 @@ def test_a_group_of_nccl_is_made_so_that_an_error_breaks_the_link_and_not_the_pr
     else:
         monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", set_by_user)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-    open_group("nccl", connect_store(store.address, PATIENCE_S), "made", 0, PATIENCE_S, "127.0.0.1")
+    open_pair_group("nccl", connected(store.address), "made", 0, PATIENCE_S, "127.0.0.1")
     assert seen == ["2"] and os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == set_by_user
 
 
@@ -226,18 +232,15 @@ def test_an_end_without_the_secret_gets_no_link(store, backend, tls):
 
 def test_an_end_whose_other_end_never_comes_raises_an_error_that_names_the_link(store):
     with pytest.raises(LinkBroken, match="lonely"):
-        open_link("tcp", connect_store(store.address, PATIENCE_S), "lonely", 0, 0.2)
+        open_link("tcp", connected(store.address), "lonely", 0, 0.2)
 
 
 def test_a_foreign_connection_to_the_port_does_not_keep_the_other_end_out(store):
-    import socket
 
     with ThreadPoolExecutor(1) as pool:
-        client = connect_store(store.address, PATIENCE_S)
-        listening = pool.submit(open_link, "tcp", clone_store(client), "busy", 0, PATIENCE_S, secret=SECRET)
-        with waiting("the listening end", "its address", PATIENCE_S) as wait:
-            wait.until(lambda: client.check(["link/busy"]))
-        host, port = verify_entry(SECRET, "link/busy", client.get("link/busy")).decode().split(":")
+        client = connected(store.address)
+        listening = pool.submit(open_link, "tcp", connected(store.address), "busy", 0, PATIENCE_S, secret=SECRET)
+        host, port = client.wait_for("link/busy", PATIENCE_S).decode().split(":")
         with socket.create_connection((host, int(port))) as foreign:
             foreign.sendall(b"x" * 48)
         other = open_link("tcp", client, "busy", 1, PATIENCE_S, secret=SECRET)
@@ -245,46 +248,17 @@ def test_a_foreign_connection_to_the_port_does_not_keep_the_other_end_out(store)
         other.close()
 
 
-@pytest.fixture
-def strangers_listener():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0)
-        yield listener
-
-
-@pytest.mark.parametrize("value", ["an address", b"\xff\xfe", b"nonsense", b""])
-def test_an_end_connects_to_no_address_that_the_other_end_did_not_sign(store, strangers_listener, value):
-    """A program between the ends, which passes their hand-shake on, would read the bytes."""
-    raw, key = connect_store(store.address, PATIENCE_S), f"link/stranger {value!r}"
-    name = key.removeprefix("link/")
-    theirs = join_address(*strangers_listener.getsockname()).encode() if value == "an address" else value
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(open_link, "tcp", clone_store(raw), name, 0, PATIENCE_S, secret=SECRET)
-        with waiting("the first end", "its address", PATIENCE_S) as wait:
-            wait.until(lambda: raw.check([key]))
-        address = raw.get(key)
-        raw.set(key, theirs)
-        second = pool.submit(open_link, "tcp", clone_store(raw), name, 1, PATIENCE_S, secret=SECRET)
-        with pytest.raises(TimeoutError):
-            second.result(timeout=0.3)
-        raw.set(key, address)
-        for end in (first, second):
-            end.result(PATIENCE_S).close()
-    with pytest.raises(BlockingIOError):
-        strangers_listener.accept()
-
-
 @pytest.mark.parametrize("backend", ["udp", "gloo"])
 def test_an_unknown_back_end_is_a_users_mistake(store, backend):
     with pytest.raises(SettingError, match="comm.link"):
-        open_link(backend, store.store, "x", 0, 1)
+        open_link(backend, connected(store.address), "x", 0, 1)
 
 
 KILLED = """
 import sys, numpy as np
 from headrace.comm.links.opening import open_link
-from headrace.comm.store import connect_store
-link = open_link("tcp", connect_store(sys.argv[1], 60), "killed", 1, 60)
+from headrace.comm.store.client import StoreClient
+link = open_link("tcp", StoreClient.connect(sys.argv[1], b"a secret of the run", 60), "killed", 1, 60)
 link.send(np.zeros(1000, np.uint8), 60)
 print("sent", flush=True)
 sys.stdin.read()
@@ -295,7 +269,7 @@ def test_a_neighbour_killed_in_the_middle_of_a_message_is_noticed_at_once(store)
     command = [sys.executable, "-c", KILLED, store.address]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     at_end(child.kill)
-    link = open_link("tcp", connect_store(store.address, PATIENCE_S), "killed", 0, PATIENCE_S)
+    link = open_link("tcp", connected(store.address), "killed", 0, PATIENCE_S)
     assert child.stdout and child.stdout.readline() == b"sent\n"
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(link.receive, np.zeros(2000, np.uint8), PATIENCE_S)

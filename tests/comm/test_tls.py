@@ -1,4 +1,4 @@
-"""Encrypted connections and messages, in front of a program on the path between two processes."""
+"""Encrypted connections, in front of a program on the path between two processes."""
 
 import socket
 import ssl
@@ -6,16 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import numpy as np
 import pytest
 from support.closing import hang_up
 
-from headrace.comm.errors import MessageRefused, PeerGone
+from headrace.comm.errors import PeerGone
 from headrace.comm.links.tcp import TcpLink
 from headrace.comm.links.tls import TlsIdentity
-from headrace.comm.messages.run import Stop
-from headrace.comm.signing import MessageSigner
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.server import StorageServer
 
@@ -118,7 +115,7 @@ def test_an_end_that_offers_no_tls_1_3_gets_no_connection(old_end):
     contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old, identity, ends = contexts[old_end], TlsIdentity(), socket.socketpair()
     if old_end == 0:
-        old = identity._listening
+        old = identity.listening
     old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
     old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
     theirs = old.wrap_socket(ends[0], server_side=old_end == 0, do_handshake_on_connect=False)
@@ -148,20 +145,3 @@ def tcp_pair():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connecting = socket.create_connection(listener.getsockname())
         return [TcpLink(listener.accept()[0]), TcpLink(connecting)]
-
-
-def test_an_encrypted_message_is_read_with_the_secret_alone():
-    envelope = MessageSigner(SECRET, encrypts=True).sign("hub", "rollout-0", 1, Stop("48 clips in April"))
-    assert b"clips" not in envelope
-    assert MessageSigner(SECRET).verify("rollout-0", envelope).message == Stop("48 clips in April")
-    with pytest.raises(MessageRefused):
-        MessageSigner(b"another").verify("rollout-0", envelope)
-
-
-def test_a_message_whose_mark_of_encryption_was_changed_is_refused():
-    for encrypts, change in ((True, (b"true", b"false")), (False, (b"false", b"true"))):
-        envelope = MessageSigner(SECRET, encrypts).sign("hub", "rollout-0", 1, Stop("x"))
-        head, _, body = envelope.partition(b"\n")
-        assert msgspec.json.decode(head)[3] is encrypts
-        with pytest.raises(MessageRefused):
-            MessageSigner(SECRET).verify("rollout-0", head.replace(*change) + b"\n" + body)

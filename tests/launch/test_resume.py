@@ -8,11 +8,9 @@ from support.emulated_run import EMULATED
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe, save_recipe
-from headrace.launch.processes.rank import prepare
 from headrace.launch.resume import choose_point, prepare_folder
 from headrace.launch.run import main
 from headrace.relay.checkpoints import CheckpointFolder
-from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.journal.events import Checkpointed, Opened, Trained
 from headrace.relay.journal.journal import Journal
 from headrace.trainer.step_log import StepLog
@@ -189,11 +187,3 @@ def test_a_dry_run_says_how_a_run_would_continue_and_refuses_what_a_start_refuse
 def test_fewer_steps_than_a_run_has_trained_are_a_mistake_in_the_settings(run_dir: Path):
     with pytest.raises(SettingError, match=r"run\.steps=5: the run in .* has trained 6 steps; raise run\.steps"):
         choose_point(recipe_of(run_dir, "run.steps=5"))
-
-
-def test_the_reports_of_the_run_before_are_removed_before_the_next_one_starts(tmp_path: Path):
-    report_exit(tmp_path, ProcessExit("rollout-7", 7, "rollout-7 was ended by SIGKILL", ends_run=True))
-    (data := tmp_path / "data.jsonl").write_text('{"prompt": "p"}\n')
-    words = [f"{name}={value}" for name, value in EMULATED.items()]
-    prepare(read_recipe(None, [*words, f"run.dir={tmp_path}", f"data.path={data}"])).close()
-    assert take_exits(tmp_path) == []

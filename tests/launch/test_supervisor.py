@@ -1,6 +1,5 @@
 """A supervisor and its children: restarts, failures, signals, deadlines."""
 
-import errno
 import json
 import os
 import re
@@ -17,18 +16,21 @@ import pytest
 from bench.faults.memory_cgroup import memory_cgroup, own_cgroup
 from support.polling import wait_for
 
-from headrace.comm.environment import STREAMING_COPY_ENV
+from headrace.comm.environment import STORE, STREAMING_COPY_ENV
 from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
+from headrace.comm.mailbox import StoreMailboxes
+from headrace.comm.messages import Failed, Message, Stop
+from headrace.comm.store.client import StoreClient
+from headrace.comm.store.server import StoreServer
 from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable
-from headrace.launch.processes.spare import Spares, is_ready, is_spare
 from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
-from headrace.relay.hub.exits import ProcessExit, take_exits
 
 T = TypeVar("T")
 DRIVER = Path(__file__).parents[1] / "support" / "supervisor_driver.py"
 DEADLINE_S = 240.0
+SECRET = "a secret of the run"
 
 
 class RunningSupervisor:
@@ -42,7 +44,6 @@ class RunningSupervisor:
         *,
         store: bool,
         shutdown_s: float,
-        spare_after_s: float,
         settings: tuple[str, ...],
         conditions: dict[str, object],
     ):
@@ -50,8 +51,10 @@ class RunningSupervisor:
         self.events_file = run_dir / "events"
         run_dir.mkdir(parents=True)
         environment = {**os.environ, "HEADRACE_SCRIPT": json.dumps(script), "HEADRACE_EVENTS": str(run_dir)}
+        self.store = StoreServer("127.0.0.1", SECRET.encode()).start()
+        environment["HEADRACE_SECRET"] = SECRET
         environment["HEADRACE_CONDITIONS"] = json.dumps(conditions, default=str)
-        words = [name, str(run_dir), "store" if store else "-", str(shutdown_s), str(spare_after_s), *settings]
+        words = [name, str(run_dir), "store" if store else self.store.address, str(shutdown_s), *settings]
         command = [sys.executable, str(DRIVER), *words]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -68,6 +71,24 @@ class RunningSupervisor:
 
         wait_for(lambda: len(self.events(event)) >= count, is_running, told, patience_s=DEADLINE_S, interval_s=0.01)
         return self.events(event)
+
+    def received(self, name: str) -> list[Message]:
+        """The messages to an inbox of the run so far."""
+        client = StoreClient.connect(self.store.address, SECRET.encode(), DEADLINE_S)
+        mailboxes = StoreMailboxes(client)
+        inbox = mailboxes.open(name)
+        client.sync()
+        found: list[Message] = []
+        while (envelope := inbox.receive(0)) is not None:
+            found.append(envelope.message)
+        mailboxes.close()
+        client.close()
+        return found
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=DEADLINE_S)
+        self.store.close()
 
     def end(self) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=DEADLINE_S)
@@ -92,20 +113,18 @@ def supervisor(run_dir: Path) -> Iterator[Callable[..., RunningSupervisor]]:
         *,
         store: bool = False,
         shutdown_s: float = 200.0,
-        spare_after_s: float = 200.0,
         settings: tuple[str, ...] = (),
         **conditions: object,
     ) -> RunningSupervisor:
         """`conditions` are those of `support.supervisor_driver`."""
-        times = {"shutdown_s": shutdown_s, "spare_after_s": spare_after_s}
+        times = {"shutdown_s": shutdown_s}
         more = {"settings": settings, "conditions": conditions}
         started.append(RunningSupervisor(name, script, run_dir, store=store, **times, **more))
         return started[-1]
 
     yield start
     for running in started:
-        running.process.kill()
-        running.process.communicate(timeout=DEADLINE_S)
+        running.close()
 
 
 def test_a_supervisor_ends_with_its_child(supervisor):
@@ -118,11 +137,8 @@ def test_a_dead_rollout_is_started_again_and_the_supervisor_ends_with_0(supervis
     running = supervisor("rollout-1", {"rollout-1": ["die", "crash", "end"]})
     code, errors = running.end()
     assert code == 0
-    starts = running.events("rollout-1 start")
-    assert len(starts) == 3
-    assert take_exits(running.run_dir) == [
-        ProcessExit("rollout-1", int(starts[1].split()[2]), "rollout-1 ended with exit code 1")
-    ]
+    assert len(running.events("rollout-1 start")) == 3
+    assert running.received("hub") == []
     assert "rollout-1 was ended by SIGKILL and is started again" in errors
     assert "rollout-1 ended with exit code 1 and is started again" in errors
 
@@ -132,11 +148,8 @@ def test_a_rollout_that_dies_again_and_again_ends_the_run_by_name(supervisor):
     code, errors = running.end()
     assert code == 1
     assert len(running.events("rollout-0 start")) == MAX_RESTARTS + 1
-    (exit_,) = take_exits(running.run_dir)
-    assert (exit_.name, exit_.ends_run) == ("rollout-0", True)
-    assert exit_.how == f"rollout-0 was ended by SIGKILL, after {MAX_RESTARTS} restarts"
+    assert running.received("hub") == [Failed(f"rollout-0 was ended by SIGKILL, after {MAX_RESTARTS} restarts", 1)]
     assert "the run ends" in errors
-    assert not running.events("rollout-0 reported"), "no process is started for the report"
 
 
 def test_a_rollout_that_cannot_be_started_at_one_moment_is_started_a_moment_later(supervisor):
@@ -154,14 +167,15 @@ def test_a_process_that_can_never_be_started_ends_the_run_by_name(supervisor):
     running = supervisor("rollout-0", {"rollout-0": ["die"]}, fail_starts=tuple(range(2, 99)), restart_window_s=1.0)
     code, errors = running.end()
     assert code == 1
-    (exit_,) = [each for each in take_exits(running.run_dir) if each.ends_run]
-    assert exit_.name == "rollout-0" and "could not be started for" in exit_.how and "temporarily" in exit_.how
-    assert f"{exit_.how}; the run ends" in errors
+    (told,) = running.received("hub")
+    assert isinstance(told, Failed)
+    assert told.error.startswith("rollout-0 could not be started for") and "temporarily" in told.error
+    assert f"{told.error}; the run ends" in errors
 
 
 def test_a_supervisor_that_waits_to_start_a_process_ends_with_the_run(supervisor):
     running = supervisor("rollout-0", {"rollout-0": ["die"]}, fail_starts=tuple(range(2, 99)))
-    until(lambda: take_exits(running.run_dir) or None)
+    running.wait_for("rollout-0 start")
     (running.run_dir / "summary.json").touch()
     assert running.end()[0] == 0
 
@@ -228,32 +242,6 @@ def test_a_dead_hub_is_started_again_and_its_relay_is_not(supervisor):
     assert "hub was ended by SIGKILL and is started again" in errors
 
 
-def test_the_spare_of_a_relay_takes_its_place_with_its_segment_and_another_spare_starts(supervisor):
-    running = supervisor("relay-0", {"relay-0": ["wait"], "hub": ["wait"]}, spare_after_s=0.1)
-    for start in range(2):
-        first = running.wait_for("relay-0 start", count=start + 1)[start].split()
-        spare = running.wait_for("relay-0 spare", count=start + 1)[start].split()
-        os.kill(int(first[2]), signal.SIGKILL)
-        _, _, pid, segment = running.wait_for("relay-0 start", count=start + 2)[start + 1].split()
-        assert (pid, segment) == (spare[2], first[3])
-    running.process.terminate()
-    code, errors = running.end()
-    assert code == 0, errors
-    assert len(running.events("hub start")) == 1
-
-
-def test_a_spare_that_dies_is_replaced_and_ends_with_the_supervisor(supervisor):
-    running = supervisor("relay-1", {"relay-1": ["wait"]}, spare_after_s=0.1)
-    (spare,) = running.wait_for("relay-1 spare")
-    os.kill(int(spare.split()[2]), signal.SIGKILL)
-    running.wait_for("relay-1 spare", count=2)
-    running.process.terminate()
-    assert running.end()[0] == 0
-    pids = [int(line.split()[2]) for line in running.events("relay-1 spare")]
-    until(lambda: True if not any(Path(f"/proc/{pid}").exists() for pid in pids) else None)
-    assert len(running.events("relay-1 start")) == 1
-
-
 def test_a_process_that_was_stopped_beyond_its_deadline_has_received_no_signal():
     script = """
 import time
@@ -274,61 +262,13 @@ for seconds in (1.0, 60.0):
         assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
 
 
-@pytest.mark.parametrize(("told", "is_needed"), [("\n", "True"), ("", "False")])
-def test_a_spare_has_its_modules_and_is_known_as_one_until_it_is_told(told: str, is_needed: str):
-    script = """
-import sys
-from headrace.launch.processes.spare import wait_until_needed
-is_needed = wait_until_needed(["wave"])
-print(is_needed, "wave" in sys.modules, flush=True)
-sys.stdin.read()
-"""
-    words = [sys.executable, "-c", script, "--spare"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        folder = Path(f"/proc/{process.pid}")
-        until(lambda: (folder / "cmdline").read_bytes() or None)  # the kernel sets it at the end of the exec
-        assert is_spare(folder), "before its modules are imported"
-        until(lambda: True if is_ready(folder) else None)
-        process.stdin.write(told)
-        process.stdin.flush()
-        if not told:
-            process.stdin.close()
-        assert process.stdout.readline().split() == [is_needed, "True"]
-        if told:
-            assert not is_spare(folder)
-
-
-def test_a_spare_that_cannot_be_started_is_tried_later_and_leaves_no_file_open(capfd):
-    def start(name: str, stdin: int):
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    spares = Spares(start, {"actor"}, after_s=0.0)
-    assert spares.take("actor-0") is None
-    before = os.listdir("/proc/self/fd")
-    spares.keep()
-    spares.keep()
-    assert os.listdir("/proc/self/fd") == before
-    assert spares.take("actor-0") is None
-    assert capfd.readouterr().err.count("the spare of actor-0 cannot be started now: ") == 2
-
-
-def test_every_rank_of_the_trainer_has_a_spare(supervisor):
-    running = supervisor("actor-1", {"actor-1": ["wait", "end"]}, spare_after_s=0.1)
-    (first,), (spare,) = running.wait_for("actor-1 start"), running.wait_for("actor-1 spare")
-    os.kill(int(first.split()[2]), signal.SIGKILL)
-    assert running.end()[0] == 0
-    assert running.events("actor-1 start")[1].split()[2] == spare.split()[2]
-
-
 @pytest.mark.parametrize("wanted", ["1", "4"])
-def test_a_process_and_the_next_one_and_a_spare_have_the_chosen_threads_which_sleep(supervisor, monkeypatch, wanted):
+def test_a_process_and_the_next_one_have_the_chosen_threads_which_sleep(supervisor, monkeypatch, wanted):
     """Whatever the user's environment says; the hub, which computes nothing, has one."""
     for name, value in (("OMP_NUM_THREADS", wanted), ("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "infinite")):
         monkeypatch.setenv(name, value)
     script = {"relay-0": ["wait", "die", "wait"], "hub": ["wait"]}
-    running = supervisor("relay-0", script, spare_after_s=0.1, num_threads=2)
-    running.wait_for("relay-0 spare")
+    running = supervisor("relay-0", script, num_threads=2)
     os.kill(int(running.wait_for("relay-0 start")[0].split()[2]), signal.SIGKILL)
     running.wait_for("relay-0 start", count=3)
     running.wait_for("hub threads")
@@ -338,51 +278,20 @@ def test_a_process_and_the_next_one_and_a_spare_have_the_chosen_threads_which_sl
     assert running.events("hub threads") == ["hub threads 1 PASSIVE 0"]
 
 
-def test_a_rollout_has_no_spare(supervisor):
-    running = supervisor("rollout-0", {"rollout-0": ["die", "die", "end"]}, spare_after_s=0.0)
-    assert running.end()[0] == 0
-    assert not running.events("rollout-0 spare")
-
-
-def test_a_trainer_that_is_not_started_again_has_no_spare(supervisor):
-    running = supervisor("actor-0", {"actor-0": ["wait"]}, spare_after_s=0.0, settings=("run.save_rows=none",))
-    running.wait_for("actor-0 start")
-    running.process.send_signal(signal.SIGUSR1)  # the supervisor takes it first, and looks for spares that are due
-    running.process.terminate()
-    assert running.end()[0] == 0
-    assert not running.events("actor-0 spare")
-
-
-def test_the_modules_of_spares_ask_for_no_device():
-    script = """
-import importlib
-import torch
-
-def refuse(*_):
-    raise AssertionError("a spare asks for a device")
-
-torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = refuse
-from headrace.launch.processes.spare import SPARED
-for name in {name for names in SPARED.values() for name in names}:
-    importlib.import_module(name)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=DEADLINE_S)
-
-
 def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(supervisor):
     running = supervisor("relay-0", {"hub": ["fail"], "relay-0": ["wait"]}, shutdown_s=4.0)
     code, _ = running.end()
     assert code == 1
     assert len(running.events("hub start")) == MAX_RESTARTS + 1
-    assert running.events("hub reported") == [
-        f"hub reported hub ended with exit code 1, after {MAX_RESTARTS} restarts: ValueError: 7 is wrong"
-    ]
+    summary = json.loads((running.run_dir / "summary.json").read_text())
+    assert summary["error"] == f"hub ended with exit code 1, after {MAX_RESTARTS} restarts: ValueError: 7 is wrong"
+    assert running.received("relay-0") == running.received("rollout-0") == [Stop("failed")]
 
 
 def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):
     running = supervisor("relay-0", {"hub": ["mistake"], "relay-0": ["wait"]}, shutdown_s=2.0)
     assert running.end()[0] == 2
-    assert not running.events("hub reported")
+    assert not (running.run_dir / "summary.json").exists() and running.received("relay-0") == []
 
 
 @pytest.mark.parametrize("setting", ["run.save_rows=none", "trainer.engine=mine.py:main"])
@@ -418,6 +327,7 @@ def test_a_roles_process_copies_large_pieces_past_the_caches_unless_the_user_say
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     expected = users or STREAMING_COPY_ENV["GLIBC_TUNABLES"]
     assert [line for line in environment if line.startswith("GLIBC_TUNABLES")] == [f"GLIBC_TUNABLES={expected}"]
+    assert f"{STORE}={running.store.address}" in environment
     running.process.terminate()
     assert running.end()[0] == 0
 

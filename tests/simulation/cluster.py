@@ -1,11 +1,12 @@
 """The shared parts of a simulated run: membership, messages under way, storage units, and versions of the weights.
 
-Messages of a dead process still arrive, and messages that the hub did not handle come to its next process again. A dead process is noticed when its connection ends, when its heartbeat stops, or when its next life joins.
+Messages of a dead process still arrive, and messages that the hub did not handle come to its next process again. A dead process is
+noticed when its connection ends, when it is silent for too long, or when its next life joins.
 """
 
 import math
 import queue
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -14,12 +15,13 @@ from msgspec.structs import replace
 
 from headrace.comm.errors import PeerGone, StorageFull, WrongDigest
 from headrace.comm.fleet import Member, member_name, sorted_members
-from headrace.comm.mailbox import HUB, Mailbox, Mailboxes, Outgoing, Unconfirmed
+from headrace.comm.mailbox import HUB, Envelope, Inbox, Mailbox, Mailboxes
 from headrace.comm.messages import Message, VersionReady
 from headrace.comm.messages.base import process_of
 from headrace.comm.recipe import CommSettings
-from headrace.comm.signing import Envelope, MessageSigner
 from headrace.comm.storage.client import Columns
+from headrace.comm.store.inbox import StoredInbox
+from headrace.comm.store.protocol import Post
 from headrace.comm.waits import waiting
 from headrace.launch.lab.virtual.network import MESSAGE_S, LinklessFleet
 from headrace.launch.lab.virtual.world import World
@@ -27,8 +29,6 @@ from headrace.relay.weights.slots import Receipt, VersionNotAvailable
 
 from .processes import Killed, VirtualProcess
 
-LOOK_S = 0.3
-"""Until a sender notices the hub's next process."""
 PUSH_S = 0.05
 """Of a version, from the trainer to a relay."""
 KEPT_VERSIONS = 2
@@ -70,16 +70,14 @@ class Cluster:
         return self.world.now < self.silent_until.get(name, -math.inf)
 
     def kill(self, name: str, *, is_noticed: bool) -> None:
-        """End the present life of a process. `is_noticed`: a relay reports the end of its connection, else the heartbeat's end tells."""
+        """End the present life of a process. `is_noticed`: its connection ends at once, else its silence tells."""
         process = self.lives[name]
         process.kill()
-        self.mailboxes.forget(name)
         for unit in self.units.values():
             if unit.process is process:
                 unit.rows.clear()
-            elif (name, process.incarnation) in unit.clients and not unit.process.is_dead and is_noticed:
-                self.world.at(self.world.now + MESSAGE_S, partial(unit.report_lost, name, process.incarnation))
-        self.expire(process)
+        noticed_s = MESSAGE_S if is_noticed else self.settings.expiry_s
+        self.world.at(self.world.now + noticed_s, partial(self._look_at, process))
 
     def expire(self, process: VirtualProcess) -> None:
         """Let a process that sends no heartbeat from now on count as dead after a while."""
@@ -92,6 +90,8 @@ class Cluster:
             self.members[process.name] = replace(known, is_alive=True)
 
     def _look_at(self, process: VirtualProcess) -> None:
+        if process.is_dead:
+            self.mailboxes.end_readers(process)
         known = self.members.get(process.name)
         is_quiet = process.is_dead or self.world.now < process.frozen_until or self.is_silent(process.name)
         if known is not None and known.incarnation == process.incarnation and is_quiet:
@@ -102,7 +102,6 @@ class ClusterMailboxes(Mailboxes):
     """The mailboxes of all processes."""
 
     def __init__(self, cluster: Cluster) -> None:
-        super().__init__(b"")
         self.left: dict[str, tuple[str, int]] = {}
         """Messages of this kind, or of any, that a process still sends before it is killed."""
         self.on_last: Callable[[str], None] = lambda process: None
@@ -111,23 +110,29 @@ class ClusterMailboxes(Mailboxes):
         self.twice_until: dict[str, float] = {}
         """Processes whose messages arrive twice."""
         self._cluster = cluster
-        self._inboxes: dict[str, queue.SimpleQueue[bytes | None]] = defaultdict(queue.SimpleQueue)
-        self._epochs: Counter[str] = Counter()
-        self._unconfirmed = Unconfirmed()
+        self._stored: dict[str, StoredInbox] = {}
+        self._readers: dict[str, tuple[Inbox, VirtualProcess | None]] = {}
         self._arrivals: dict[tuple[str, str], float] = {}
 
     def open(self, name: str) -> Mailbox:
-        self._epochs[name] += 1
-        if name == HUB:
-            self._inboxes[name], self.signer = queue.SimpleQueue(), MessageSigner(b"")
-            for message in self._unconfirmed:
-                self._push(message, self._cluster.world.now + LOOK_S)
-        return ClusterMailbox(name, self._epochs[name], self._inboxes[name], self, self._cluster.world)
+        inbox: Inbox = queue.SimpleQueue()
+        for delivery in self._stored_inbox(name).open(confirms=name == HUB):
+            inbox.put(delivery)
+        self._readers[name] = inbox, self._cluster.lives.get(process_of(name))
+        return ClusterMailbox(name, self._stored[name].num_opened, inbox, self, self._cluster.world)
 
-    def put(self, message: Outgoing) -> None:
-        if message.to == HUB:
-            self._unconfirmed.add(message)
-        self._push(message, self._cluster.world.now)
+    def put(self, message: Post) -> None:
+        """Messages of one sender to one inbox arrive in their order."""
+        world, pair = self._cluster.world, (message.sender, message.to)
+        arrival = world.now + MESSAGE_S
+        more_s, until = self.slow.get(process_of(message.sender), (0.0, -math.inf))
+        if world.now < until:
+            arrival += more_s
+        for end in (process_of(message.sender), process_of(message.to)):
+            arrival = max(arrival, self._cluster.silent_until.get(end, 0.0))
+        self._arrivals[pair] = arrival = max(arrival, self._arrivals.get(pair, 0.0))
+        for _ in range(2 if world.now < self.twice_until.get(process_of(message.sender), -math.inf) else 1):
+            world.at(arrival, partial(self._deliver, message))
 
     def is_last(self, sender: str, kind: str) -> bool:
         """Whether a process is killed before it sends a message of this kind, which it is about to send."""
@@ -141,48 +146,34 @@ class ClusterMailboxes(Mailboxes):
         self.on_last(sender)
         return True
 
-    def confirm(self, handled: Mapping[str, int]) -> None:
-        self._unconfirmed.confirm(handled)
+    def confirm(self, name: str, place: int) -> None:
+        self._cluster.world.at(self._cluster.world.now + MESSAGE_S, partial(self._stored[name].confirm, place))
 
-    def forget(self, process: str) -> None:
-        """A process died: it sends nothing again."""
-        kept = [message for message in self._unconfirmed if process_of(message.sender) != process]
-        self._unconfirmed = Unconfirmed()
-        for message in kept:
-            self._unconfirmed.add(message)
+    def end_readers(self, process: VirtualProcess) -> None:
+        """A process is known to be dead: messages to its inboxes wait for its next life."""
+        for name in [name for name, (_, reader) in self._readers.items() if reader is process]:
+            self.close_inbox(name)
 
     def close_inbox(self, name: str, *, is_last: bool = False) -> None:
-        if name == HUB and is_last:
-            self._unconfirmed.clear()
+        self._readers.pop(name, None)
+        self._stored_inbox(name).close(is_last=is_last)
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def _push(self, message: Outgoing, sent_at: float) -> None:
-        """Messages of one sender to one inbox arrive in their order."""
-        world, pair = self._cluster.world, (message.sender, message.to)
-        arrival = sent_at + MESSAGE_S
-        more_s, until = self.slow.get(process_of(message.sender), (0.0, -math.inf))
-        if sent_at < until:
-            arrival += more_s
-        for end in (process_of(message.sender), process_of(message.to)):
-            arrival = max(arrival, self._cluster.silent_until.get(end, 0.0))
-        self._arrivals[pair] = arrival = max(arrival, self._arrivals.get(pair, 0.0))
-        for _ in range(2 if sent_at < self.twice_until.get(process_of(message.sender), -math.inf) else 1):
-            world.at(arrival, partial(self._deliver, message, self._epochs[HUB]))
+    def _deliver(self, message: Post) -> None:
+        delivery = self._stored_inbox(message.to).add(message.sender, message.sequence, message.body)
+        if delivery is not None:
+            self._readers[message.to][0].put(delivery)
 
-    def _deliver(self, message: Outgoing, hub: int) -> None:
-        if message.to == HUB and hub != self._epochs[HUB]:
-            return  # to the inbox of a hub before; its sender has sent it again
-        self._inboxes[message.to].put(message.envelope)
+    def _stored_inbox(self, name: str) -> StoredInbox:
+        return self._stored.setdefault(name, StoredInbox(name))
 
 
 class ClusterMailbox(Mailbox):
     """A mailbox whose reader waits in virtual time."""
 
-    def __init__(
-        self, name: str, epoch: int, inbox: "queue.SimpleQueue[bytes | None]", mailboxes: ClusterMailboxes, world: World
-    ) -> None:
+    def __init__(self, name: str, epoch: int, inbox: Inbox, mailboxes: ClusterMailboxes, world: World) -> None:
         super().__init__(name, epoch, inbox, mailboxes)
         self._world = world
         self._is_last = mailboxes.is_last
@@ -223,18 +214,16 @@ class ClusterFleet(LinklessFleet):
         if known is not None and known.incarnation == self.incarnation:
             self.cluster.members[self.name] = replace(self.me, is_alive=known.is_alive)
 
-    def open_unit(self, on_client_lost: Callable[[str, int], None]) -> "Unit":
-        """The storage unit of this process; its counterpart of `host_rows`."""
+    def host_rows(self) -> "Unit":  # pyright: ignore[reportIncompatibleMethodOverride] - it has the methods that a relay needs
         address = f"{self.name}#{self.incarnation}"
-        unit = self.cluster.units[address] = Unit(address, self.process, self.cluster, on_client_lost)
+        unit = self.cluster.units[address] = Unit(address, self.process, self.cluster)
         return unit
 
     def open_rows(self, address: str) -> "UnitClient":  # pyright: ignore[reportIncompatibleMethodOverride] - it has the methods that rows need
         unit = self.cluster.units[address]
         if unit.process.is_dead:
             raise PeerGone(f"the unit at {address} is gone")
-        unit.clients.add((self.name, self.incarnation))
-        return UnitClient(unit, (self.name, self.incarnation))
+        return UnitClient(unit)
 
     def leave(self) -> None:
         known = self.cluster.members.get(self.name)
@@ -246,22 +235,13 @@ class ClusterFleet(LinklessFleet):
 class Unit:
     """A storage unit: rows by key, until its process dies."""
 
-    def __init__(
-        self, address: str, process: VirtualProcess, cluster: Cluster, on_client_lost: Callable[[str, int], None]
-    ) -> None:
+    def __init__(self, address: str, process: VirtualProcess, cluster: Cluster) -> None:
         self.address = address
         self.process = process
         self.rows: dict[str, dict[str, np.ndarray]] = {}
         self.spoilt: set[str] = set()
         """Keys of rows whose bytes are not those that were written."""
-        self.clients: set[tuple[str, int]] = set()
-        self._on_client_lost = on_client_lost
         self._cluster = cluster
-
-    def report_lost(self, name: str, incarnation: int) -> None:
-        """Report the end of a process's connection."""
-        if not self.process.is_dead:
-            self._on_client_lost(name, incarnation)
 
     def put(self, rows: Mapping[str, Columns]) -> None:
         self._answer()
@@ -296,9 +276,8 @@ class Unit:
 class UnitClient:
     """A process's connection to a unit, with the interface of `StorageClient`."""
 
-    def __init__(self, unit: Unit, who: tuple[str, int]) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._who = who
 
     def put_many(self, rows: Mapping[str, Columns]) -> None:
         self._unit.put(rows)
@@ -307,7 +286,7 @@ class UnitClient:
         return self._unit.get(key, columns)
 
     def close(self) -> None:
-        self._unit.clients.discard(self._who)
+        """Nothing to end."""
 
 
 class Weights:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from headrace.comm import threads
 from headrace.comm.errors import HeadraceError
 from headrace.comm.fleet import Member, member_name
-from headrace.comm.messages import ConnectionLost, Interrupted
+from headrace.comm.messages import Interrupted
 from headrace.comm.messages.base import role_of
 from headrace.comm.messages.migration import TransferOffered
 from headrace.comm.recipe import Recipe
@@ -246,7 +246,7 @@ class FaultyRun:
     def _relay(self, fleet: ClusterFleet) -> None:
         mailbox = fleet.open_mailbox(fleet.name)
         self.cluster.weights.add_relay(fleet.process)
-        unit = fleet.open_unit(lambda member, incarnation: mailbox.send("hub", ConnectionLost(member, incarnation)))
+        unit = fleet.host_rows()
         fleet.announce(unit=unit.address)
         serve_rows(fleet, self.recipe, mailbox, unit)
         mailbox.close()

@@ -18,8 +18,7 @@ def main() -> int:
     parser.add_argument("--role", default="store")
     parser.add_argument("--index", default="0")
     parser.add_argument("--run", type=Path, default=None)
-    parser.add_argument("--failed")
-    parser.add_argument("--spare", action="store_true")
+    parser.add_argument("--start", default="")
     arguments, _ = parser.parse_known_args()
     name = arguments.role if arguments.role in ("hub", "store") else f"{arguments.role}-{arguments.index}"
     run = arguments.run or Path(os.environ["HEADRACE_EVENTS"])
@@ -31,13 +30,8 @@ def main() -> int:
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, lambda received, _frame: signals.append(received))
-    if arguments.failed is not None:
-        note(f"reported {arguments.failed}")
-        return 0
-    if arguments.spare:
-        note(f"spare {os.getpid()}")
-        if not sys.stdin.buffer.read(1):
-            return 0
+    if name == "store":
+        (run / "address").write_text(f"127.0.0.1:1\n{arguments.start}\n")
     incarnation = sum(line.startswith(f"{name} start") for line in _lines(run / "events"))
     note(f"threads {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']} {os.environ['GOMP_SPINCOUNT']}")
     note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")

@@ -8,9 +8,9 @@ from pathlib import Path
 from support.hub_order import keep_order
 from support.in_memory import MemoryFleet, MemoryNetwork
 
+from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import LeaseGrant, LeaseRequest, Message, RowDone
 from headrace.comm.recipe import BatchSettings, QueueSettings, RepackSettings
-from headrace.comm.signing import Envelope
 from headrace.relay.dataset.order import PromptPool
 from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub

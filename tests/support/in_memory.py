@@ -5,7 +5,7 @@ import queue
 import secrets
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,54 +17,53 @@ import torch.distributed as dist
 from headrace.comm.errors import LinkBroken
 from headrace.comm.fleet import Fleet, Member, member_name, sorted_members
 from headrace.comm.links.base import Link
-from headrace.comm.mailbox import HUB, Mailbox, Mailboxes, Outgoing, Unconfirmed
+from headrace.comm.mailbox import HUB, Inbox, Mailbox, Mailboxes
 from headrace.comm.recipe import CommSettings
-from headrace.comm.signing import MessageSigner
+from headrace.comm.store.inbox import StoredInbox
+from headrace.comm.store.protocol import Post
 from headrace.comm.waits import waiting
 
 _PIPE_BYTES = 64 << 20
 
 
 class MemoryMailboxes(Mailboxes):
-    """The same envelopes, signed and verified, in queues of this process."""
+    """The inboxes of the store, in this process."""
 
-    def __init__(self, secret: bytes = b"") -> None:
-        super().__init__(secret)
-        self._secret = secret
-        self._inboxes: dict[str, queue.SimpleQueue[bytes | None]] = defaultdict(queue.SimpleQueue)
-        self._epochs: dict[str, int] = defaultdict(int)
+    def __init__(self) -> None:
+        self._stored: dict[str, StoredInbox] = {}
+        self._readers: dict[str, Inbox] = {}
         self._lock = threading.Lock()
-        self._unconfirmed = Unconfirmed()
 
     def open(self, name: str) -> Mailbox:
         with self._lock:
-            self._epochs[name] += 1
-            if name == HUB:  # each hub has an inbox of its own, and gets what the one before did not confirm
-                self._inboxes[name], self.signer = queue.SimpleQueue(), MessageSigner(self._secret)
-                for message in self._unconfirmed:
-                    self._inboxes[name].put(message.envelope)
-            return Mailbox(name, self._epochs[name], self._inboxes[name], self)
+            inbox: Inbox = queue.SimpleQueue()
+            stored = self._inbox(name)
+            for delivery in stored.open(confirms=name == HUB):
+                inbox.put(delivery)
+            self._readers[name] = inbox
+            return Mailbox(name, stored.num_opened, inbox, self)
 
-    def put(self, message: Outgoing) -> None:
+    def put(self, message: Post) -> None:
         with self._lock:
-            if message.to == HUB:
-                self._unconfirmed.add(message)
-            self._inboxes[message.to].put(message.envelope)
+            if (delivery := self._inbox(message.to).add(message.sender, message.sequence, message.body)) is not None:
+                self._readers[message.to].put(delivery)
 
-    def confirm(self, handled: Mapping[str, int]) -> None:
+    def confirm(self, name: str, place: int) -> None:
         with self._lock:
-            self._unconfirmed.confirm(handled)
+            self._inbox(name).confirm(place)
 
     def forget(self, sender: str) -> None:
-        """A process died: what the hub has not confirmed of its messages is lost with it."""
+        """A process died before its last messages to the hub had left it."""
         with self._lock:
-            kept = [message for message in self._unconfirmed if message.sender != sender]
-            self._unconfirmed = Unconfirmed()
-            for message in kept:
-                self._unconfirmed.add(message)
+            stored = self._inbox(HUB)
+            stored._kept = deque(message for message in stored._kept if message.sender != sender)
 
     def close_inbox(self, name: str, *, is_last: bool = False) -> None:
-        """Nothing to end: no thread collects for an inbox."""
+        with self._lock:
+            self._inbox(name).close(is_last=is_last)
+
+    def _inbox(self, name: str) -> StoredInbox:
+        return self._stored.setdefault(name, StoredInbox(name))
 
     def close(self) -> None:
         """Nothing to end."""

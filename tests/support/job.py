@@ -13,7 +13,6 @@ from support.policies import tiny_policy
 from support.polling import wait_for
 
 from headrace.comm.process_tree import children_of
-from headrace.launch.processes.spare import is_spare
 from headrace.relay.journal.journal import account_dict, replay
 
 DEADLINE_S = 400
@@ -157,7 +156,7 @@ def child_of(run: Job, name: str) -> int:
     wanted = f"--role\0{role}\0--index\0{index}\0--run\0{run.dir}".encode()
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if wanted in cmdline.read_bytes() and not is_spare(cmdline.parent):
+            if wanted in cmdline.read_bytes():
                 return int(cmdline.parent.name)
         except OSError:
             continue

@@ -10,12 +10,14 @@ import numpy as np
 
 from headrace.comm import messages
 from headrace.comm.errors import LinkBroken, MessageRefused, SettingError
+from headrace.comm.frames import FrameReader, encode_message
 from headrace.comm.links.frames import receive_frame, send_frame
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.messages.weights import Offer
 from headrace.comm.recipe import Recipe, RunSettings
-from headrace.comm.signing import MessageSigner, sign_entry, verify_entry
 from headrace.comm.storage import protocol as storage
+from headrace.comm.store import protocol
+from headrace.comm.store.members import Member
 from headrace.launch.config.load import read_recipe, recipe_yaml
 from headrace.launch.resume import choose_point
 from headrace.relay.checkpoints import MANIFEST, CheckpointFolder
@@ -31,7 +33,6 @@ from headrace.rollout.leases import LeasedRow
 from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
 from headrace.trainer.step_log import StepLog, StepReplay
 
-_SECRET = b"secret"
 _GROUP = messages.GroupId(0, 3)
 _REF = GroupRef(_GROUP, [0, 1], [1, 1], [["relay-0#1"], ["relay-0#1"]], [4, 4], [7, 8], [0.5, 0.25])
 _BATCH = messages.TrainBatch(step=2, first=0, total=1, groups=[_REF], metrics={"queue/size": 1.0})
@@ -56,6 +57,20 @@ _ANSWERS = (
     storage.Listing(["0.3.0@1"]),
     storage.NotFound("0.3.0@1"),
     storage.Refused("full", is_full=True),
+)
+_MEMBER = Member("relay-0", "relay", 0, 1, "host", 7, {"segment": "mine"})
+_TO_STORE = (
+    protocol.Join(1, _MEMBER, 30.0),
+    protocol.Watch(2, "relay"),
+    protocol.Post("hub", "relay-0", 1, messages.encode(messages.Stop("done"))),
+    protocol.OpenInbox(3, "hub", confirms=True),
+    protocol.SetValue(4, "summary", b"{}"),
+)
+_FROM_STORE = (
+    protocol.Answer(1, 2),
+    protocol.Delivery("hub", "relay-0", 1, b"{}", 1),
+    protocol.Changed([_MEMBER], ["rollout-0"]),
+    protocol.Beat(),
 )
 _OFFER = Offer(7, 256, 99, 1, 2, ((0, 64), (128, 256)))
 
@@ -97,16 +112,17 @@ def all_readers(folder: Path) -> list[Reader]:
 
 
 def _of_messages() -> list[Reader]:
-    signer, name = MessageSigner(_SECRET), "fleet/member/relay-0"
-    envelopes = [signer.sign("rollout-0", "hub", number, message) for number, message in enumerate(_MESSAGES)]
-    entry = sign_entry(_SECRET, name, b'{"name":"relay-0","role":"relay"}')
     refused = (MessageRefused,)
     return [
         Reader("messages", [messages.encode(message) for message in _MESSAGES], messages.decode, refused),
-        Reader("envelopes", envelopes, lambda data: signer.verify("hub", data), refused),
-        Reader("entries", [entry], lambda data: verify_entry(_SECRET, name, data), refused),
+        Reader("store-requests", [b"".join(map(encode_message, _TO_STORE))], _of_store(protocol.REQUESTS), refused),
+        Reader("store-pushes", [b"".join(map(encode_message, _FROM_STORE))], _of_store(protocol.PUSHES), refused),
         Reader("moved-rows", [_moved_rows()], lambda data: decode_rows(np.frombuffer(data, np.uint8)), refused),
     ]
+
+
+def _of_store(decoder: msgspec.msgpack.Decoder[Any]) -> Callable[[bytes], object]:
+    return lambda data: list(FrameReader(decoder, protocol.MAX_REQUEST_BYTES).feed(data))
 
 
 def _moved_rows() -> bytes:
@@ -125,7 +141,6 @@ def _of_links() -> list[Reader]:
         frames("unit-requests", _REQUESTS, storage.REQUESTS),
         frames("unit-answers", _ANSWERS, storage.ANSWERS),
         frames("unit-hellos", [storage.Hello("host", "/proc/1/fd/3#ab")], storage.HELLOS),
-        frames("unit-attachments", [storage.Attach("rollout-0", 2)], storage.ATTACHMENTS),
         frames("version-offers", [_OFFER, weights.Trailer("ab")], weights.OFFERS_OR_NONE),
         frames("version-trailers", [weights.Trailer("ab")], weights.TRAILERS),
     ]

@@ -9,10 +9,10 @@ from pathlib import Path
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 
+from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import RowId, VersionReady
 from headrace.comm.messages.migration import MigrateOrder, MigrateResult
 from headrace.comm.recipe import Recipe
-from headrace.comm.signing import Envelope
 from headrace.launch.config.load import read_recipe
 from headrace.relay.dataset.order import PromptPool
 from headrace.relay.dataset.rows import JsonLines

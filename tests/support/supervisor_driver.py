@@ -1,4 +1,6 @@
-"""Runs one supervisor with the fake role program: ROLE-INDEX RUN_DIR STORE|- SHUTDOWN_SECONDS SPARE_AFTER_SECONDS [SETTING=VALUE ...].
+"""Runs one supervisor with the fake role program: ROLE-INDEX RUN_DIR ADDRESS|store SHUTDOWN_SECONDS [SETTING=VALUE ...].
+
+With `store` the supervisor starts the fake store itself; else there is one at the address.
 
 HEADRACE_CONDITIONS is JSON: `fail_starts`, the numbers of the processes whose start fails, from 1 on; `restart_window_s`;
 `num_threads`; `counter`, the file in place of the kernel's counters; `cgroup`, the folder of the cgroup in which all of it runs.
@@ -17,7 +19,6 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.placement import Placement
 from headrace.launch.processes import supervisor as supervisor_module
 from headrace.launch.processes.memory_kill import MemoryKills
-from headrace.launch.processes.secret import create_secret
 from headrace.launch.processes.supervisor import ChildCommands, Supervisor
 
 conditions = json.loads(os.environ["HEADRACE_CONDITIONS"])
@@ -37,21 +38,20 @@ def start(*words: Any, **named: Any) -> subprocess.Popen[bytes]:
 
 
 subprocess.Popen = start
-name, run_dir, hosts_store, shutdown_s, spare_after_s, *settings = sys.argv[1:]
+name, run_dir, store, shutdown_s, *settings = sys.argv[1:]
 fake = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 role, _, index = name.partition("-")
 recipe = read_recipe(None, [f"run.dir={run_dir}", "checkpoint.grace_s=0", *settings])
-create_secret(Path(run_dir))
 placement = Placement(role, int(index), host=0, slot=None)
 commands = ChildCommands(worker=fake, store=fake)
 supervisor = Supervisor(
     recipe,
     placement,
     3,
-    hosts_store=hosts_store == "store",
+    hosts_store=store == "store",
+    store_address="" if store == "store" else store,
     commands=commands,
     shutdown_s=float(shutdown_s),
-    spare_after_s=float(spare_after_s),
 )
 if "counter" in conditions:
     supervisor.kills = MemoryKills({Path(conditions["counter"]): "oom_kill"})

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from support.in_memory import MemoryMailboxes
 from support.in_memory_storage import MemoryRows
 
-from headrace.comm.mailbox import Mailbox
+from headrace.comm.mailbox import Envelope, Mailbox
 from headrace.comm.messages import (
     DropRows,
     LeaseGrant,
@@ -41,7 +41,6 @@ from headrace.comm.messages.base import process_of
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, RowsReassigned
 from headrace.comm.messages.queue import ColumnsAdded, GroupRef
 from headrace.comm.recipe import AlgorithmSettings, BatchSettings, QueueSettings, RepackSettings
-from headrace.comm.signing import Envelope
 from headrace.relay.dataset.order import PromptPool
 from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub

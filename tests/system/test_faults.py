@@ -4,8 +4,6 @@ import pytest
 from bench.faults.striker import Fault, open_striker
 from bench.faults.workloads import summarize
 
-from headrace.launch.processes.spare import SPARE_AFTER_ENV
-
 SURVIVED = (
     Fault(("rollout-0",), "pulling"),
     Fault(("relay-0",), "pushing"),
@@ -15,13 +13,10 @@ SURVIVED = (
 
 
 @pytest.mark.slow
-def test_a_run_survives_faults_at_its_failpoints_and_one_that_ends_it_is_resumed(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.delenv(SPARE_AFTER_ENV)
+def test_a_run_survives_faults_at_its_failpoints_and_one_that_ends_it_is_resumed():
     with open_striker(seed=1, num_relays=1) as striker:
         for fault in (*SURVIVED, Fault(("host of rollout-0",))):
-            strike = striker.strike(fault, with_spares=True)
+            strike = striker.strike(fault)
             assert strike.has_struck and not strike.problems, strike
         *_, struck, broken = summarize("test", striker)
     assert (struck.value, broken.value, broken.holds) == (5, 0, True)

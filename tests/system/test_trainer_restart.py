@@ -57,7 +57,7 @@ def dying(method: str, version: int) -> Callable[[Fleet, Recipe], None]:
         trainer.stream.close()
         trainer.learner.close()
         trainer.storage.close()
-        trainer.mailbox.close()
+        fleet.mailboxes.close_inbox(fleet.name)
 
     return main
 

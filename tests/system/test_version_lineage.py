@@ -52,7 +52,7 @@ def dying_hub(fleet: Fleet, recipe: Recipe) -> None:
         while loop.step() is None:
             pass
     journal.close()
-    hub.mailbox.close()
+    fleet.mailboxes.close_inbox("hub")  # messages to it wait for its next process
 
 
 def trainer(lineage: dict[int, str], dies_at: int = -1) -> Callable[[Fleet, Recipe], None]:
@@ -85,7 +85,7 @@ def trainer(lineage: dict[int, str], dies_at: int = -1) -> Callable[[Fleet, Reci
         trainer.stream.close()
         learner.close()
         trainer.storage.close()
-        trainer.mailbox.close()
+        fleet.mailboxes.close_inbox(fleet.name)
 
     return main
 

@@ -14,7 +14,7 @@ from support.closing import at_end
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
-from headrace.comm.store import StoreServer
+from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
@@ -29,11 +29,12 @@ class Cluster:
     """Two relays, an actor and readers on a real store and real links, all in this process."""
 
     def __init__(self, link, num_readers=1):
-        self.hosted = StoreServer("127.0.0.1")
+        self.hosted = StoreServer("127.0.0.1", b"s").start()
         self.settings = CommSettings(link=link, heartbeat_s=0.05, deadline_s=PATIENCE_S)
         self.tensors = {"w": torch.zeros(NUM_FLOATS)}
         self.layout = Layout.of(self.tensors, "float32")
         self.fleets, self.closing = [], []
+        at_end(self.hosted.close)
         at_end(self.close)
         self.servers = [self.server(index) for index in range(2)]
         self.publisher = WeightPublisher(self.join("actor", 0), self.layout, self.settings).start()

@@ -1,9 +1,9 @@
-"""Membership and mailboxes of a run in virtual time. Envelopes are signed and verified, and take `MESSAGE_S` to arrive."""
+"""Membership and mailboxes of a run in virtual time. Messages take `MESSAGE_S` to arrive."""
 
 import os
 import queue
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 from ....comm.clock import Clock
 from ....comm.fleet import Fleet, Member, member_name, sorted_members
 from ....comm.links.base import Link
-from ....comm.mailbox import Mailbox, Mailboxes, Outgoing
+from ....comm.mailbox import Envelope, Inbox, Mailbox, Mailboxes
 from ....comm.messages.base import process_of
 from ....comm.recipe import CommSettings
-from ....comm.signing import Envelope
+from ....comm.store.protocol import Delivery, Post
 from .world import World
 
 MESSAGE_S = 0.005
@@ -33,12 +33,11 @@ class VirtualMailboxes(Mailboxes):
     """One mailbox for each name; `wake` of a name is called when it has a message."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(b"")
         self.wake: dict[str, Callable[[], None]] = {}
         self.clocks: dict[str, Clock] = {}
         """The clocks of the processes that may be ahead of the world."""
         self._world = world
-        self._inboxes: dict[str, queue.SimpleQueue[bytes | None]] = defaultdict(queue.SimpleQueue)
+        self._inboxes: dict[str, Inbox] = defaultdict(queue.SimpleQueue)
         self._mailboxes: dict[str, Mailbox] = {}
 
     def open(self, name: str) -> Mailbox:
@@ -46,12 +45,12 @@ class VirtualMailboxes(Mailboxes):
             self._mailboxes[name] = VirtualMailbox(name, 1, self._inboxes[name], self)
         return self._mailboxes[name]
 
-    def put(self, message: Outgoing) -> None:
+    def put(self, message: Post) -> None:
         clock = self.clocks.get(process_of(message.sender))
         sent_at = clock.now() if clock else self._world.now
         self._world.at(sent_at + MESSAGE_S, partial(self._deliver, message))
 
-    def confirm(self, handled: Mapping[str, int]) -> None:
+    def confirm(self, name: str, place: int) -> None:
         """No message is lost here."""
 
     def close_inbox(self, name: str, *, is_last: bool = False) -> None:
@@ -60,9 +59,9 @@ class VirtualMailboxes(Mailboxes):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _deliver(self, message: Outgoing) -> None:
+    def _deliver(self, message: Post) -> None:
         if (wake := self.wake.get(message.to)) is not None:
-            self._inboxes[message.to].put(message.envelope)
+            self._inboxes[message.to].put(Delivery(message.to, message.sender, message.sequence, message.body, 0))
             wake()
 
 

@@ -16,7 +16,6 @@ from headrace.comm.errors import WaitTimeout
 from headrace.comm.trace import FAILPOINTS
 from headrace.comm.waits import waiting
 from headrace.launch.processes.child import Child
-from headrace.launch.processes.spare import SPARED
 from headrace.launch.recipes import sort_digits
 from headrace.launch.recipes.tiny_policy import build_policy
 from headrace.relay.journal import events as ev
@@ -120,10 +119,6 @@ class FaultyJob:
         names = {process.name for process in processes_of(self.failpoints).values()}
         relays = {f"relay-{index}" for index in range(self._num_relays)}
         return names >= {"hub", "actor-0", "rollout-0", "rollout-1", *relays}
-
-    def has_spare(self, name: str) -> bool:
-        """Whether the spare of a target is ready; True if targets of its kind have none."""
-        return name.partition("-")[0] not in SPARED or bool(self.pids(f"spare of {name}"))
 
     def interrupt(self) -> None:
         """End the run in order."""

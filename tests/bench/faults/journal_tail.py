@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.launch.processes.spare import SPARED
 from headrace.relay.journal import events as ev
 
 _OF_DEATH = ("incarnation", "was ended by", "ended with")
@@ -99,13 +98,9 @@ def is_back(target: str, times: Mapping[str, float]) -> bool:
     return f"{role}-restart" in times and (role != "actor" or "actor-next-step" in times)
 
 
-def named_times(times: Mapping[str, float], cold_start_s: float | None, *, had_spares: bool) -> dict[str, float]:
-    """The times of recovery by the names of their rows: restarts without a ready spare have rows of their own.
-
-    A restart of the trainer is shown beside the cold start of the run.
-    """
-    spared = {"actor-next-step", *(f"{role}-restart" for role in SPARED)}
-    named = {name if had_spares or name not in spared else f"{name}-without-spare": s for name, s in times.items()}
+def named_times(times: Mapping[str, float], cold_start_s: float | None) -> dict[str, float]:
+    """The times of recovery by the names of their rows; a restart of the trainer is shown beside the cold start of the run."""
+    named = dict(times)
     if "actor-next-step" in times and cold_start_s is not None:
         named["cold-start-of-the-run"] = cold_start_s
     return named

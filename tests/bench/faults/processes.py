@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.comm.trace import FAILPOINTS
-from headrace.launch.processes.spare import is_ready, is_spare
 
 _ROLE = re.compile(r"--role (\w+) --index (\d+)")
 _MODULE = re.compile(r"-m ([\w.]+)")
@@ -27,7 +26,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the run. Supervisors, spares and guardians are named by another process, as `supervisor of rollout-0`."""
+    """A process of the run. Supervisors and guardians are named by another process, as `supervisor of rollout-0`."""
 
     pid: int
     parent: int
@@ -53,16 +52,11 @@ def processes_of(address: Path) -> dict[int, Process]:
                 continue
             words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            name = _name_of(words)
-            if is_spare(folder):
-                name = f"spare of {name}" if is_ready(folder) else f"new spare of {name}"
-            found[int(folder.name)] = Process(int(folder.name), parent, name)
+            found[int(folder.name)] = Process(int(folder.name), parent, _name_of(words))
     return _with_parents(found)
 
 
 def _name_of(words: str) -> str:
-    if "--failed" in words:
-        return "failure-report"
     if role := _ROLE.search(words):
         return "hub" if role[1] == "hub" else f"{role[1]}-{role[2]}"
     modules = _MODULE.findall(words)

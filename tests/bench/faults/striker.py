@@ -82,8 +82,6 @@ class Strike:
 
     fault: Fault
     has_struck: bool = True
-    had_spares: bool = True
-    """Whether the spares of all targets were ready."""
     problems: list[str] = field(default_factory=list)
     recovery: dict[str, float] = field(default_factory=dict)
 
@@ -98,15 +96,12 @@ class Striker:
     shared_memory: set[str] = field(default_factory=shared_memory_names)
     _killed_at: dict[str, float] = field(default_factory=dict)
 
-    def strike(self, fault: Fault, *, with_spares: bool = False) -> Strike:
-        """Let one fault strike the run, which is started first if it does not run; prints the verdict.
-
-        with_spares: the fault waits until its targets have their spares.
-        """
+    def strike(self, fault: Fault) -> Strike:
+        """Let one fault strike the run, which is started first if it does not run; prints the verdict."""
         strike = Strike(fault)
         self.strikes.append(strike)
         try:
-            self._make_ready(fault, with_spares=with_spares)
+            self._make_ready(fault)
             self._strike(strike)
         except WaitTimeout as error:
             first_line = str(error).partition("\n")[0]
@@ -126,16 +121,13 @@ class Striker:
             self.growth.sample()
             time.sleep(min(left, 0.5))
 
-    def _make_ready(self, fault: Fault, *, with_spares: bool) -> None:
+    def _make_ready(self, fault: Fault) -> None:
         if not self.job.is_running():
             self.job.start()
         last = max(self._killed_at.get(name, 0.0) for name in fault.targets)
         self.rest(last + _BETWEEN_S - time.time())
         with waiting("the run", "all of its processes", GOES_ON_S) as wait:
             wait.until(self.job.is_complete, 0.2)
-        if with_spares:
-            with waiting("the run", "the spares of the targets", GOES_ON_S) as wait:
-                wait.until(lambda: all(map(self.job.has_spare, fault.targets)), 0.2)
 
     def _strike(self, strike: Strike) -> None:
         fault, tail = strike.fault, self.job.tail
@@ -167,7 +159,6 @@ class Striker:
             with read_only(self.job.folders()):
                 self.rest(fault.frozen_s)
             return time.time()
-        strike.had_spares = all(map(self.job.has_spare, fault.targets))
         pids = [pid for name in fault.targets for pid in self.job.pids(name)]
         since = time.time()
         if not fault.frozen_s:
@@ -217,7 +208,7 @@ class Striker:
             wait.until(goes_on, 0.1)
         job.tail.remember_units(seen)
         if not fault.frozen_s:
-            strike.recovery = named_times(strike.recovery, job.cold_start_s, had_spares=strike.had_spares)
+            strike.recovery = named_times(strike.recovery, job.cold_start_s)
 
     def finish(self) -> list[str]:
         """End the run in order; returns what does not hold then."""

@@ -84,11 +84,8 @@ def test_units_count_from_the_last_opening_since_a_resumed_run_names_them_as_bef
     assert tail.units == {"relay-0#1"}
 
 
-def test_restarts_without_a_ready_spare_have_names_of_their_own():
+def test_a_restart_of_the_trainer_is_shown_beside_the_cold_start():
     times = {"actor-next-row": 0.5, "actor-next-step": 2.0}
-    assert named_times(times, 9.0, had_spares=True) == {**times, "cold-start-of-the-run": 9.0}
-    assert named_times(times, None, had_spares=False) == {"actor-next-row": 0.5, "actor-next-step-without-spare": 2.0}
-    assert named_times({"relay-next-step": 0.1, "relay-restart": 4.0}, 9.0, had_spares=False) == {
-        "relay-next-step": 0.1,
-        "relay-restart-without-spare": 4.0,
-    }
+    assert named_times(times, 9.0) == {**times, "cold-start-of-the-run": 9.0}
+    assert named_times(times, None) == times
+    assert named_times({"relay-restart": 4.0}, 9.0) == {"relay-restart": 4.0}

@@ -35,7 +35,7 @@ LAUNCHING = (
 TARGETS_OF_TWO_RELAYS = (("relay-0",), ("relay-0", "relay-1"))
 FREEZES_S = (5.0, 14.0, 30.0, 60.0)
 AIMS_S = {"rollout-failover": 0.5, "relay-restart": 1.0, "hub-restart": 3.0, "actor-next-step": 3.0}
-"""Seconds that a recovery may take, those of a role with spares when a spare was ready."""
+"""Seconds that a recovery may take."""
 _PAUSES_S = (5.0, 20.0)
 _FREEZE_SHARE, _STARVE_SHARE, _READ_ONLY_SHARE, _ENDING_SHARE = 0.15, 0.1, 0.05, 0.1
 STARVED = (("rollout-0",), ("relay-0",), ("hub",), ("actor-0",))
@@ -70,14 +70,14 @@ def _any_fault(random: Random, *, can_starve: bool, can_mount: bool) -> Fault:
 
 
 def kill_matrix(name: str, options: Options) -> list[Measurement]:
-    """SIGKILL of each target, once it has its spare, at each moment, and of each of `LAUNCHING` at any."""
+    """SIGKILL of each target at each moment, and of each of `LAUNCHING` at any."""
     moments = [moment for moment in MOMENTS if moment != "forwarding"]
     cells = [*product(moments, TARGETS), *product(["any"], LAUNCHING)]
     rows: list[Measurement] = []
     for num_relays, faults in ((1, cells), (2, product(MOMENTS, TARGETS_OF_TWO_RELAYS))):
         with open_striker(options.seed, num_relays) as striker:
             for moment, targets in faults:
-                striker.strike(Fault(targets, moment), with_spares=True)
+                striker.strike(Fault(targets, moment))
             rows += summarize(f"{name}-{num_relays}-relays", striker)
     return rows
 

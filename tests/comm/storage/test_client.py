@@ -1,7 +1,6 @@
 """A storage unit and its client: rows come back as they were put, over memory and over the connection."""
 
 import contextlib
-import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +13,9 @@ from hypothesis import strategies as st
 from support.in_memory_storage import MemoryRows
 
 from headrace.comm.errors import PeerGone, StorageFull, WrongDigest
-from headrace.comm.links.frames import receive_frame, send_frame
-from headrace.comm.links.handshake import authenticate
-from headrace.comm.links.tcp import TcpLink
 from headrace.comm.storage.client import StorageClient
 from headrace.comm.storage.protocol import (
-    HELLOS,
-    LINK_NAME,
     Ack,
-    Attach,
     Commit,
     Listing,
     Locate,
@@ -369,63 +362,3 @@ def test_the_process_of_a_unit_drops_and_lists_rows_without_a_connection(unit, c
     assert unit.listing() == client.listing() == ["a"]
     with pytest.raises(KeyError):
         client.get("b")
-
-
-class Reports:
-    """A unit that reports lost clients, and connections that may end without a goodbye, like those of a killed process."""
-
-    def __init__(self):
-        self.lost = queue.SimpleQueue()
-        self.unit = StorageServer(
-            "127.0.0.1", on_client_lost=lambda member, incarnation: self.lost.put((member, incarnation))
-        ).start()
-
-    def connect(self, member, incarnation=1):
-        link = TcpLink(socket.create_connection(("127.0.0.1", int(self.unit.address.rpartition(":")[2]))))
-        authenticate(link, LINK_NAME, 1, b"", 10)
-        send_frame(link, Attach(member, incarnation), 10)
-        receive_frame(link, HELLOS, 10)
-        return link
-
-
-@pytest.fixture
-def reports():
-    reports = Reports()
-    yield reports
-    reports.unit.close()
-
-
-def test_a_connection_that_ends_without_a_goodbye_is_reported_with_its_incarnation(reports):
-    reports.connect("rollout-1", 3).close()
-    assert reports.lost.get(timeout=10) == ("rollout-1", 3)
-
-
-def test_an_orderly_end_is_not_reported(reports):
-    client = StorageClient(reports.unit.address, member="rollout-0", incarnation=1)
-    client.put("a", {"x": np.arange(3)})
-    client.close()
-    client.close()
-    StorageClient(reports.unit.address, member="rollout-0", incarnation=2)  # closed when it is collected
-    StorageClient(reports.unit.address).close()
-    reports.connect("rollout-1").close()
-    assert reports.lost.get(timeout=10) == ("rollout-1", 1)
-    assert reports.lost.empty()
-
-
-def test_a_process_that_has_another_connection_is_not_reported(reports):
-    first, second = reports.connect("rollout-0"), reports.connect("rollout-0")
-    older = reports.connect("rollout-0", 0)
-    first.close()
-    older.close()
-    assert reports.lost.get(timeout=10) == ("rollout-0", 0)
-    assert reports.lost.empty()
-    second.close()
-    assert reports.lost.get(timeout=10) == ("rollout-0", 1)
-
-
-def test_a_unit_that_ends_reports_none_of_its_clients(reports):
-    links = [reports.connect("rollout-0"), reports.connect("rollout-1")]
-    reports.unit.close()
-    assert reports.lost.empty()
-    for link in links:
-        link.close()

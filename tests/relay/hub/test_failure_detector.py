@@ -1,21 +1,17 @@
-"""The failure detector tells each death once, from whatever report comes first."""
-
-from pathlib import Path
+"""The failure detector tells each death once."""
 
 import pytest
 from support.in_memory import MemoryFleet, MemoryNetwork
 
-from headrace.comm.messages import ConnectionLost
-from headrace.relay.hub.exits import ProcessExit, report_exit
 from headrace.relay.hub.failure_detector import FailureDetector
 
 
 class Watched:
     """A detector and the fleet that it watches."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.network = MemoryNetwork()
-        self.detector = FailureDetector(self.join("hub"), folder)
+        self.detector = FailureDetector(self.join("hub"))
 
     def join(self, role: str) -> MemoryFleet:
         return MemoryFleet.join_network(self.network, role)
@@ -25,11 +21,11 @@ class Watched:
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Watched:
-    return Watched(tmp_path)
+def watched() -> Watched:
+    return Watched()
 
 
-def test_a_member_whose_heartbeat_stops_is_dead_and_one_that_the_hub_does_not_watch_is_not(watched: Watched):
+def test_a_member_that_is_not_alive_any_more_is_dead_and_one_that_the_hub_does_not_watch_is_not(watched: Watched):
     members = [watched.join(role) for role in ("relay", "actor")]
     assert watched.deaths() == []
     for member in members:
@@ -47,33 +43,12 @@ def test_an_incarnation_is_dead_when_the_next_one_joins(watched: Watched):
     assert watched.deaths() == [] and watched.detector.living["rollout-0"].incarnation == 2
 
 
-def test_the_first_report_counts_and_the_next_incarnation_tells_nothing_new(watched: Watched, tmp_path: Path):
-    rollout = watched.join("rollout")
-    for _ in range(2):
-        watched.detector.on_connection_lost(ConnectionLost("rollout-0", 1))
-    assert watched.deaths() == [("rollout-0", 1, "the connection of incarnation 1 ended")]
-    report_exit(tmp_path, ProcessExit("rollout-0", rollout.me.pid, "it was ended by SIGKILL"))
+def test_a_member_that_joined_and_died_between_two_looks_is_dead_beside_the_one_before(watched: Watched):
+    watched.join("relay")
     assert watched.deaths() == []
-    watched.join("rollout")
+    watched.join("relay").crash()
+    assert watched.deaths() == [("relay-0", 1, "incarnation 1 is gone"), ("relay-0", 2, "incarnation 2 is gone")]
     assert watched.deaths() == []
-    watched.detector.on_connection_lost(ConnectionLost("rollout-0", 2))
-    assert watched.deaths() == [("rollout-0", 2, "the connection of incarnation 2 ended")]
-
-
-def test_a_report_in_error_does_not_hide_the_end_of_the_heartbeat(watched: Watched):
-    rollout = watched.join("rollout")
-    watched.detector.on_connection_lost(ConnectionLost("rollout-0", 1))
-    assert len(watched.deaths()) == 1
-    rollout.crash()
-    assert watched.deaths() == [("rollout-0", 1, "incarnation 1 is gone")]
-
-
-def test_a_report_about_another_process_than_the_present_one_is_no_death(watched: Watched, tmp_path: Path):
-    rollout = watched.join("rollout")
-    for name, incarnation in (("rollout-0", 7), ("rollout-3", 1)):
-        watched.detector.on_connection_lost(ConnectionLost(name, incarnation))
-    report_exit(tmp_path, ProcessExit("rollout-0", rollout.me.pid + 1, "it was ended by SIGKILL"))
-    assert watched.deaths() == [] and watched.detector.broken is None
 
 
 def test_a_relay_that_is_back_after_its_unit_was_given_up_is_told_once(watched: Watched):

@@ -15,15 +15,12 @@ from headrace.comm.messages import (
     BusyReport,
     CheckpointRequested,
     CheckpointWritten,
-    ConnectionLost,
     DrainRequested,
     DropRows,
     Failed,
-    Interrupted,
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
-    Message,
     RequestRows,
     RowDone,
     RowsNotFound,
@@ -33,13 +30,11 @@ from headrace.comm.messages import (
     StepTrained,
     Stop,
     TrainBatch,
-    TrainingDone,
     VersionReady,
     encode,
 )
 from headrace.relay.dataset.order import PromptPool
 from headrace.relay.dataset.rows import MAX_ROW_BYTES, JsonLines
-from headrace.relay.hub.exits import ProcessExit, report_exit, take_exits
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import RunEnd
 from headrace.relay.journal import events as ev
@@ -258,22 +253,24 @@ def returned(s: Scene) -> list[str]:
     return [event.reason for _, event in read_events(s.path) if isinstance(event, ev.Returned)]
 
 
-def test_a_process_whose_connection_is_lost_gives_its_leases_back_once(scene: MakeScene):
+def looked(loop: HubLoop) -> None:
+    """One step, with a look at the fleet."""
+    loop._checked_at = -1.0
+    assert loop.step() is None
+
+
+def test_a_process_that_is_dead_gives_its_leases_back_once(scene: MakeScene):
     s = scene()
-    loop, dead = (
-        HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub")),
-        MemoryFleet.join_network(s.network, "rollout"),
-    )
+    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
+    dead = MemoryFleet.join_network(s.network, "rollout")
+    looked(loop)
     old = s.lease()
-    for _ in range(2):  # two relays may report it
-        s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-        loop.step()
-    assert returned(s) == ["the connection of incarnation 1 ended"]
+    dead.crash()
+    for _ in range(2):
+        looked(loop)
+    assert returned(s) == ["incarnation 1 is gone"]
     new = s.lease("rollout-1")
     assert new.leases[0].group == old.leases[0].group
-    dead.crash()
-    loop.step()
-    assert len(returned(s)) == 1, "the heartbeat that stops later changes nothing"
 
 
 def test_hosts_with_other_files_under_model_path_end_the_run(scene: MakeScene):
@@ -328,90 +325,12 @@ def test_files_under_model_path_that_change_on_a_host_are_a_warning(
     assert "rollout-0 on  has another configuration or tokenizer than" in capsys.readouterr().out
 
 
-def test_the_next_incarnation_keeps_its_leases(scene: MakeScene):
-    s = scene()
-    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
-    MemoryFleet.join_network(s.network, "rollout")
-    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    loop.step()
-    s.lease(request=1)
-    MemoryFleet.join_network(s.network, "rollout")
-    loop.step()
-    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    loop.step()
-    assert returned(s) == []
-    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 2))
-    loop.step()
-    assert len(returned(s)) == 1
-
-
-def test_a_process_that_was_reported_in_error_still_dies_when_its_heartbeat_stops(scene: MakeScene):
-    s = scene()
-    loop, alive = (
-        HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub")),
-        MemoryFleet.join_network(s.network, "rollout"),
-    )
-    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    loop.step()
-    s.lease()
-    loop.step()
-    assert returned(s) == []
-    alive.crash()
-    loop.step()
-    assert returned(s) == ["incarnation 1 is gone"]
-
-
-def test_a_supervisors_report_of_an_exit_counts_at_once_and_one_of_another_process_does_not(scene: MakeScene):
-    s = scene()
-    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
-    rollout, _ = (MemoryFleet.join_network(s.network, role) for role in ("rollout", "relay"))
-    s.lease()
-    report_exit(s.path.parent, ProcessExit("rollout-0", rollout.me.pid + 1, "rollout-0 was ended by SIGKILL"))
-    report_exit(s.path.parent, ProcessExit("relay-0", rollout.me.pid, "relay-0 was ended by SIGKILL"))
-    loop.step()
-    assert returned(s) == [] and s.hub.state.lost_storage_ids == {"relay-0#1"}
-    for _ in range(2):
-        report_exit(s.path.parent, ProcessExit("rollout-0", rollout.me.pid, "rollout-0 was ended by SIGKILL"))
-        s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-        loop.step()
-    assert returned(s) == ["rollout-0 was ended by SIGKILL"]
-    assert all(member.is_alive for member in loop.fleet.members("rollout")), "the heartbeat has not stopped yet"
-
-
 def test_a_process_that_is_not_started_again_ends_the_run_with_its_supervisors_words(scene: MakeScene):
     s = scene()
     loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
-    report_exit(s.path.parent, ProcessExit("rollout-3", 7, "rollout-3 was ended by SIGKILL, after 5 restarts", True))
-    (s.path.parent / "exits/relay-0.json").write_bytes(b"{half")
-    ends = [loop.step() for _ in range(2)]
-    assert ends == [None, RunEnd("failed", "rollout-3 was ended by SIGKILL, after 5 restarts", 1, gone="rollout-3")]
-
-
-@pytest.mark.parametrize("last", [Interrupted(15), Failed("relay-0 is gone", 1), TrainingDone(3, {})])
-def test_an_interruption_is_no_end_of_its_own_beside_a_broken_process(scene: MakeScene, last: Message):
-    s = scene()
-    loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
-    report_exit(s.path.parent, ProcessExit("actor-0", 7, "actor-0 was ended by SIGKILL", True))
-    s.boxes["relay-0"].send("hub", last)
-    end = loop.step() or loop.step()
-    assert end is not None and end.status == ("finished" if isinstance(last, TrainingDone) else "failed")
-    assert end.done == last or end.error == "actor-0 was ended by SIGKILL"
-
-
-def test_an_exit_reported_while_the_one_before_is_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    first, second = ProcessExit("rollout-0", 7, "first"), ProcessExit("rollout-0", 8, "second")
-    report_exit(tmp_path, first)
-    read = Path.read_bytes
-
-    def read_beside_a_report(path: Path) -> bytes:
-        content = read(path)
-        report_exit(tmp_path, second)
-        return content
-
-    monkeypatch.setattr(Path, "read_bytes", read_beside_a_report)
-    assert take_exits(tmp_path) == [first]
-    monkeypatch.undo()
-    assert take_exits(tmp_path) == [second]
+    error = "rollout-3 was ended by SIGKILL, after 5 restarts"
+    s.network.mailboxes.open("rollout-3").send("hub", Failed(error, 1))
+    assert loop.step() == RunEnd("failed", error, 1, gone="rollout-3")
 
 
 def request(incarnation: int, number: int = 1) -> LeaseRequest:
@@ -421,14 +340,15 @@ def request(incarnation: int, number: int = 1) -> LeaseRequest:
 def test_leases_of_a_dead_process_whose_request_came_late_return_when_the_next_incarnation_asks(scene: MakeScene):
     s = scene()
     loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
-    MemoryFleet.join_network(s.network, "rollout")
+    rollout = MemoryFleet.join_network(s.network, "rollout")
+    looked(loop)
     s.say("rollout-0", request(1))
-    s.boxes["relay-0"].send("hub", ConnectionLost("rollout-0", 1))
-    loop.step()
+    rollout.crash()
+    looked(loop)
     s.say("rollout-0", request(1, number=2))
     MemoryFleet.join_network(s.network, "rollout")
-    loop.step()
-    assert returned(s) == ["the connection of incarnation 1 ended"]
+    looked(loop)
+    assert returned(s) == ["incarnation 1 is gone"]
     s.heard("rollout-0")
     s.say("rollout-0", request(2))
     assert returned(s)[1:] == ["incarnation 1 is gone"]
@@ -447,19 +367,6 @@ def test_a_request_of_an_earlier_incarnation_is_ignored(scene: MakeScene):
     assert isinstance(grant, LeaseGrant) and grant.request_id == request(2).request_id
     s.say("rollout-0", request(1, number=2))
     assert s.heard("rollout-0") == [] and len(s.hub.state.groups) == 1
-
-
-def test_a_process_that_left_or_never_joined_cannot_lose_its_connection(scene: MakeScene):
-    s = scene()
-    loop, left = (
-        HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub")),
-        MemoryFleet.join_network(s.network, "rollout"),
-    )
-    left.leave()
-    for name in ("rollout-0", "rollout-7"):
-        s.boxes["relay-0"].send("hub", ConnectionLost(name, 1))
-        assert loop.step() is None
-    assert returned(s) == []
 
 
 def test_a_row_without_a_copy_takes_its_group_out_of_the_step(scene: MakeScene):

@@ -84,20 +84,6 @@ def test_a_row_is_written_to_two_units_the_nearest_first(cluster: type[Cluster])
     assert [p.keys(name) for name in sorted(p.hosted)] == [set(), {"0.0.0@1"}, {"0.0.0@1"}]
 
 
-def test_a_process_attaches_to_two_units_since_one_may_die_with_it(cluster: type[Cluster], monkeypatch):
-    p, opened, open_rows = cluster(4), [], MemoryFleet.open_rows
-    p.close("relay-2#1")
-
-    def record(fleet: MemoryFleet, address: str):
-        client = open_rows(fleet, address)
-        opened.append(address)
-        return client
-
-    monkeypatch.setattr(MemoryFleet, "open_rows", record)
-    p.storage.attach()
-    assert opened == [p.hosted[name].address for name in ("relay-1#1", "relay-3#1")]
-
-
 def test_with_a_single_unit_there_is_one_copy(cluster: type[Cluster]):
     assert cluster(1).storage.put_row("0.0.0@1", ROW) == ["relay-0#1"]
 

@@ -13,7 +13,7 @@ from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.fleet import Fleet
 from headrace.comm.memfd import create_memory
 from headrace.comm.recipe import CommSettings
-from headrace.comm.store import StoreServer
+from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
@@ -41,10 +41,11 @@ class Processes:
     """A store here, relays in processes of their own, each with a segment that this process holds as its supervisor."""
 
     def __init__(self, link):
-        self.hosted = StoreServer("127.0.0.1")
+        self.hosted = StoreServer("127.0.0.1", b"s").start()
         self.settings = CommSettings(link=link, heartbeat_s=0.02, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
         self.layout = Layout.of(weights(0), "float32")
         self.relays, self.segments, self.closing = [], [], []
+        at_end(self.hosted.close)
         at_end(self.close)
 
     def relay(self, index):

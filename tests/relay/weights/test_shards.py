@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
-from headrace.comm.store import StoreServer
+from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.weights.byte_ranges import ByteRanges
 from headrace.relay.weights.layout import Layout
@@ -107,7 +107,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
-from headrace.comm.store import connect_store
+from headrace.comm.links.process_group import meeting_store
 from headrace.launch.processes.role_process import end_process
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.shards import WeightShard
@@ -117,11 +117,11 @@ address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3
 tp = int(sys.argv[7])
 settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=240)
 model = build()
+fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
 if size > 1:
-    store = dist.PrefixStore(f"actor/{size}", connect_store(address, 240))
+    store = meeting_store(fleet.store, "127.0.0.1", f"actor/{size}", 240, is_host=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     fully_shard(model)
-fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
 fleet.wait_for("relay", 1, 240)
 tensors = dict(model.state_dict())
 layout = Layout.of(tensors, dtype, tp, CUTS)
@@ -141,13 +141,13 @@ end_process(0)
 
 def published_by(num_ranks, link, dtype, tp):
     """The digest of version 2 and the bytes that each rank of a replica has, when `num_ranks` actor ranks publish it."""
-    hosted = StoreServer("127.0.0.1")
+    hosted = StoreServer("127.0.0.1", b"s").start()
     settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=240)
     segment = Segment.create_anonymous()
     relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
     rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
     server = WeightServer(relay, segment, settings).start()
-    at_end(lambda: hosted)  # holds the store until its members have left
+    at_end(hosted.close)
     for close in (relay.leave, rollout.leave, segment.close, server.close):
         at_end(close)
     layout = Layout.of(build().state_dict(), dtype, tp, CUTS)

@@ -13,7 +13,7 @@ from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
-from headrace.comm.store import StoreServer
+from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay import loop
 from headrace.relay.weights.layout import Layout
@@ -24,7 +24,7 @@ from headrace.relay.weights.server import WeightServer
 
 
 def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():
-    hosted, settings = StoreServer("127.0.0.1"), CommSettings(heartbeat_s=0.05, deadline_s=60)
+    hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(heartbeat_s=0.05, deadline_s=60)
     segment = Segment.create_anonymous()
     info = {"segment": segment.path, "staging": "staged"}
     fleets = [
@@ -38,7 +38,7 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
         WeightPublisher(fleets[1], layout, settings).start(),
         WeightReader(fleets[2], layout, settings),
     )
-    at_end(lambda: hosted)  # holds the store until its members have left
+    at_end(hosted.close)
     for close in (*(fleet.leave for fleet in fleets), segment.close, server.close, publisher.close, reader.close):
         at_end(close)
     into = np.zeros(layout.num_bytes, np.uint8)

@@ -1,0 +1,53 @@
+"""One inbox of the store: messages that wait for a reader, and those that the reader has not confirmed."""
+
+from collections import deque
+
+from .protocol import Delivery
+
+
+class StoredInbox:
+    """The messages of an inbox, in the order in which they came."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._kept: deque[Delivery] = deque()
+        self._num_messages = 0
+        self._confirms = False
+        self.num_opened = 0
+        """How often a reader has opened it."""
+        self.is_open = False
+        self.is_closed = False
+        """Its last reader is gone."""
+
+    def open(self, *, confirms: bool) -> list[Delivery]:
+        """Open it for a new reader; returns the messages that it gets at once."""
+        self.num_opened += 1
+        self.is_open = True
+        self.is_closed = False
+        self._confirms = confirms
+        waiting = list(self._kept)
+        if not confirms:
+            self._kept.clear()
+        return waiting
+
+    def add(self, sender: str, sequence: int, body: bytes) -> Delivery | None:
+        """Take a message; returns it if a reader gets it now."""
+        if self.is_closed:
+            return None
+        self._num_messages += 1
+        delivery = Delivery(self._name, sender, sequence, body, self._num_messages)
+        if self._confirms or not self.is_open:
+            self._kept.append(delivery)
+        return delivery if self.is_open else None
+
+    def confirm(self, place: int) -> None:
+        """Forget the messages up to a place."""
+        while self._kept and self._kept[0].place <= place:
+            self._kept.popleft()
+
+    def close(self, *, is_last: bool = False) -> None:
+        """The reader is gone; if it was the last one, so are the messages."""
+        self.is_open = False
+        if is_last:
+            self.is_closed = True
+            self._kept.clear()
