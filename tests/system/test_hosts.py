@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.closing import at_end
 from support.cluster import Cluster, interrupt, obstacle, wait_for_exits
+from support.emulated_run import FAST
 from support.job import DEADLINE_S, LONG_TAILS, RATIO_OF_As
 from support.policies import tiny_policy
 from support.polling import wait_for
@@ -218,6 +219,19 @@ def test_a_host_that_is_killed_whole_at_any_moment_costs_its_unfinished_trajecto
     assert job.end()[:2] == [0, 0], job.logs()
     job.assert_account(30 * 16)
     assert job.summary()["hosts"]["host2"] == ["relay-2", "rollout-1"]
+
+
+@pytest.mark.slow
+def test_forty_processes_go_on_when_a_third_of_their_hosts_is_killed(hosts_job):
+    """Emulated engines, so that this machine has room for as many processes."""
+    settings = {key.replace(".", "__"): value for key, value in FAST.items()} | {"run__steps": 20}
+    job = hosts_job(10, **settings | {"roles__relay": 10, "roles__rollout": 29}).start(ranks="4")
+    job.wait_for_step(4)
+    for host in job.hosts[7:]:
+        host.kill()
+    assert job.end()[:7] == [0] * 7, job.logs()
+    job.assert_account(20 * 16)
+    assert len(job.summary()["hosts"]) == 10 and len(job.metrics()) == 20
 
 
 @pytest.mark.slow
