@@ -339,7 +339,7 @@ class Supervisor:
             print_message(f"the hub is not told: {problem}")
 
     def _pass_on(self, number: int) -> None:
-        """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 is for the hub."""
+        """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 goes to the hub."""
         if number == signal.SIGUSR1:
             if "hub" in self.children:
                 self.children["hub"].send(number)
@@ -352,6 +352,8 @@ class Supervisor:
             for name, child in self.children.items():
                 if name != "store":
                     child.send(number)
+                elif not self.has_started:
+                    child.send(signal.SIGQUIT)  # it has no address yet, so nobody can leave
 
     def _set_deadline(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -343,6 +343,14 @@ def test_a_signal_reaches_each_role_once_and_the_store_last(supervisor):
     assert signals == [f"actor-0 signal {signal.SIGINT.value}", f"store signal {signal.SIGQUIT.value}"]
 
 
+def test_a_signal_before_the_store_has_an_address_ends_it_at_once(supervisor):
+    running = supervisor("actor-0", {"store": ["silent"]}, store=True)
+    running.wait_for("store start")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end() == (0, "")
+    assert running.events("store signal") == [f"store signal {signal.SIGQUIT.value}"]
+
+
 def test_a_store_that_its_supervisor_ends_after_the_summary_is_no_failure(supervisor):
     running = supervisor("actor-0", {"actor-0": ["wait"], "store": ["quit"]}, store=True, shutdown_s=0.3)
     running.wait_for("store start")

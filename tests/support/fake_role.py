@@ -30,13 +30,13 @@ def main() -> int:
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, lambda received, _frame: signals.append(received))
-    if name == "store":
-        (run / "address").write_text(f"127.0.0.1:1\n{arguments.start}\n")
     incarnation = sum(line.startswith(f"{name} start") for line in _lines(run / "events"))
-    note(f"threads {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']} {os.environ['GOMP_SPINCOUNT']}")
-    note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")
     actions = json.loads(os.environ["HEADRACE_SCRIPT"]).get(name, ["end"])
     action = actions[min(incarnation, len(actions) - 1)]
+    if name == "store" and action != "silent":
+        (run / "address").write_text(f"127.0.0.1:1\n{arguments.start}\n")
+    note(f"threads {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']} {os.environ['GOMP_SPINCOUNT']}")
+    note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")
     match action:
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -56,7 +56,7 @@ def main() -> int:
         case "quit":  # as an interpreter that is about to end, which has no handlers any more
             signal.signal(signal.SIGQUIT, signal.SIG_DFL)
             signal.pause()
-        case "wait" | "ignore":
+        case "wait" | "ignore" | "silent":
             while not signals or action == "ignore":
                 time.sleep(0.01)
             note(f"signal {signals[0]}")
