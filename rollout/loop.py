@@ -287,7 +287,8 @@ class Rollout:
         if self._is_idle:
             self.leases.drained()
         busy = self.generator.num_running + self.generator.num_waiting + self._num_starting
-        room = self._pacing.free_slots(self.max_running, busy)
+        # Where rewards or writes are the slowest part, more trajectories would wait for them and get old.
+        room = self._pacing.free_slots(self.max_running, busy + self._scoring.backlog)
         self.leases.ask(self.generator.weights.version, room, is_outdated=is_outdated)
 
     def _generate(self) -> None:

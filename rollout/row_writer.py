@@ -101,6 +101,11 @@ class FinishedRow:
 class Writer(Protocol):
     """Takes finished trajectories, and the first tokens of unfinished ones."""
 
+    @property
+    def backlog(self) -> int:
+        """Items that are not written yet."""
+        ...
+
     def start(self) -> None: ...
 
     def submit(self, row: FinishedRow | list[StreamedRow]) -> None: ...
@@ -119,6 +124,10 @@ class RowWriter:
         self._is_closing = False
         self._error: BaseException | None = None
         self._thread = threads.new_thread(self._run, "row writer")
+
+    @property
+    def backlog(self) -> int:
+        return self._rows.qsize()
 
     def start(self) -> None:
         self._thread.start()

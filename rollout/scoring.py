@@ -25,6 +25,11 @@ class Scoring:
         self._groups = WholeGroups(leases.held) if settings.batch == "group" else None
         self._scored: list[ScoreRequest] = []
 
+    @property
+    def backlog(self) -> int:
+        """Finished trajectories beyond those that the reward functions and the storage units can take next."""
+        return self._rewards.backlog + self._row_writer.backlog
+
     def score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
         """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
         held.completion = completion

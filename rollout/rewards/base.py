@@ -11,6 +11,11 @@ from .pool import RewardPool
 class Rewards(Protocol):
     """Scores trajectories; neither `submit` nor `finished` blocks."""
 
+    @property
+    def backlog(self) -> int:
+        """Trajectories that wait although the next calls are full: more of them would only get older."""
+        ...
+
     def submit(self, *requests: ScoreRequest) -> None:
         """Queue trajectories that are scored together."""
         ...

@@ -55,6 +55,12 @@ class RewardPool(UserCodePool[RewardCall]):
         elif units:
             yield RewardCall(units)
 
+    @property
+    def backlog(self) -> int:
+        with self._todo.mutex:
+            num_waiting = sum(map(len, self._todo.queue))
+        return max(0, num_waiting - MAX_BATCH * len(self._hosts))
+
     def submit(self, *requests: ScoreRequest) -> None:
         """Queue trajectories that one call has to score together."""
         self._todo.put([*requests])

@@ -97,6 +97,7 @@ class TokenSums:
 
     def __init__(self) -> None:
         self.done: list[ScoreRequest] = []
+        self.backlog = 0
 
     def submit(self, *requests: ScoreRequest) -> None:
         for request in requests:
@@ -119,7 +120,8 @@ class ManualRollout(Rollout):
     def __init__(
         self, fleet: MemoryFleet, recipe: Recipe, policy: Path, deadlines: MoveDeadlines, prefill_s: float
     ) -> None:
-        super().__init__(fleet, recipe, EngineGenerator(policy), TokenSums(), deadlines)
+        self.rewards = TokenSums()
+        super().__init__(fleet, recipe, EngineGenerator(policy), self.rewards, deadlines)
         self.fleet = fleet
         self.max_running = 0
         self._params = self._evaluation_params = replace(

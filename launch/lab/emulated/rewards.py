@@ -6,6 +6,8 @@ from ....rollout.rewards.calls import ScoreRequest
 class EmulatedRewards:
     """Rewards 0 or 1, a function of the trajectory's number."""
 
+    backlog = 0
+
     def __init__(self) -> None:
         self.done: list[ScoreRequest] = []
         """Those that `finished` has not returned yet."""

@@ -46,6 +46,8 @@ class VirtualVersions:
 class VirtualWriter:
     """Reports finished rows without writing them."""
 
+    backlog = 0
+
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
 

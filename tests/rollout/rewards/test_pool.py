@@ -17,7 +17,7 @@ from support.polling import wait_for
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RewardSettings
 from headrace.rollout.rewards.calls import ScoreRequest
-from headrace.rollout.rewards.pool import RewardPool
+from headrace.rollout.rewards.pool import MAX_BATCH, RewardPool
 
 
 @pytest.fixture
@@ -481,6 +481,28 @@ def test_samples_that_are_submitted_together_come_in_one_call_even_after_a_failu
         time.sleep(0.005)
     by_group = {number: {item.reward for item in done if item.key == number} for number in range(3)}
     assert by_group[0] == {None} and all(reward and reward % 3 == 0 for n in (1, 2) for reward in by_group[n])
+
+
+def test_samples_beyond_the_next_call_are_a_backlog(pool: MakePool, tmp_path: Path):
+    source = f"""import time
+from pathlib import Path
+
+def reward(prompts, **columns):
+    while not Path({str(tmp_path)!r}, "go").exists():
+        time.sleep(0.01)
+    return [1.0] * len(prompts)
+"""
+    slow = pool(source)
+    rows = [ScoreRequest(number, {"prompt": "p"}, "text", [1, 2]) for number in range(MAX_BATCH + 5)]
+    for request in rows:
+        slow.submit(request)
+    wait_for(lambda: slow.backlog == 4, lambda: True, lambda: f"{slow.backlog} wait", patience_s=60)
+    (tmp_path / "go").touch()
+    done: list[ScoreRequest] = []
+    wait_for(
+        lambda: done.extend(slow.finished()) or len(done) == len(rows), lambda: True, lambda: "hangs", patience_s=60
+    )
+    assert slow.backlog == 0
 
 
 def test_a_worker_takes_a_call_while_another_one_is_busy(pool: Callable[..., RewardPool], tmp_path: Path):
