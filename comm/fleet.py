@@ -1,11 +1,11 @@
-"""Membership: the processes of a run, their incarnations, and which of them live.
+"""Membership: the processes of a run, their incarnations, and which of them are alive.
 
-Each process joins under its role and index on the run's store (`comm/store`), which pushes the members of a role, and each change, to
-whoever has asked for that role. A member whose connection to the store has ended, or that has been silent for `comm.expiry_s`, counts
-as dead until it is heard or joins again.
+Each process joins the run's store (`comm/store`) under its role and index. The store sends the members of a role, and each change of
+them, to every process that has asked for that role. A member counts as dead once its connection to the store has ended, or once it has
+been silent for `comm.expiry_s`. A silent member that is heard again counts as alive; after a lost connection its next process joins.
 
-A process without its store receives no message, so it ends with a named error. A run that ends in order leaves the fleet before
-the store ends.
+A process that loses the store ends with a named error, since it can receive no messages. At the end of a run the processes leave the
+fleet before the store ends.
 """
 
 import os
@@ -44,7 +44,7 @@ _LEAVE_S = 5.0
 
 
 class Fleet(ABC):
-    """One member's view of the run. `Fleet.join` joins over the store; tests have a counterpart in one process."""
+    """One member's view of the run. `Fleet.join` connects to the store; tests have a counterpart within one process."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Fleet(ABC):
     @property
     @abstractmethod
     def run_id(self) -> str:
-        """The same for a process of a run however often it is started again; a run that is resumed has another."""
+        """The ID of this start of the run. It survives the restart of single processes; a resumed run has another one."""
 
     @abstractmethod
     def members(self, role: str | None = None) -> list[Member]:
@@ -83,7 +83,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def announce(self, **info: str) -> None:
-        """Add facts about this member; the others see them within a heartbeat."""
+        """Add facts about this member; the store sends them to the others."""
 
     @abstractmethod
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:
@@ -97,15 +97,15 @@ class Fleet(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Deliver what was sent, leave the fleet and end its threads; leaving twice is allowed."""
+        """Deliver the messages already sent, leave the fleet and end its threads; leaving twice is allowed."""
 
     def keep_waiting(self, wait: Wait) -> None:
-        """Restart the time of a wait for the first version while an actor trains steps again. That may take hours; the actor tells its progress."""
+        """Restart the clock of a wait for the first version while an actor retrains steps. That may take hours; the actor reports its progress."""
         if any(actor.info.get(TRAINS_AGAIN) for actor in self.alive_members("actor")):
             wait.since = threads.seconds()
 
     def open_mailbox(self, name: str) -> Mailbox:
-        """The inbox `name` of this process; one at a time may be open under a name."""
+        """Open the inbox `name` of this process; only one may be open under a name at a time."""
         return self.mailboxes.open(name)
 
     def host_rows(self) -> StorageServer:
@@ -117,7 +117,7 @@ class Fleet(ABC):
         return StorageClient(address, self._secret, self.settings.deadline_s, tls=self._tls)
 
     def alive_members(self, role: str, having: str = "") -> list[Member]:
-        """Members of a role that are alive and have announced `having`, by index."""
+        """Members of a role that are alive and have announced the fact `having`, by index."""
         return [m for m in self.members(role) if m.is_alive and (not having or having in m.info)]
 
     def wait_for(self, role: str, count: int, deadline_s: float, having: str = "") -> list[Member]:
@@ -128,7 +128,7 @@ class Fleet(ABC):
             )
 
     def nearest(self, role: str, having: str = "", deadline_s: float | None = None) -> Member:
-        """A member that `alive_members` lists, on this host if there is one; this member's index chooses among several."""
+        """A member from `alive_members`, on this host if there is one. Members spread over several by their own index."""
         found = self.wait_for(role, 1, self.settings.deadline_s if deadline_s is None else deadline_s, having)
         here = [m for m in found if m.host == self.me.host] or found
         return here[self.me.index % len(here)]
@@ -225,11 +225,11 @@ class StoreFleet(Fleet):
         try:
             self.store.ask(Leave, _LEAVE_S)
         except (StoreGone, WaitTimeout) as error:
-            sys.stderr.write(f"{self.name} leaves the fleet, whose store is gone: {error}\n")
+            sys.stderr.write(f"{self.name}: the store was gone before this process left the fleet: {error}\n")
         self.store.close()
 
     def _watch(self, role: str) -> None:
-        """Have the store tell the members of a role; they are known when this returns."""
+        """Ask the store for the members of a role; they are known when this returns."""
         if role not in self._watched and ALL_ROLES not in self._watched and self.store.gone is None:
             self.store.ask(lambda number: Watch(number, role))
             self._watched.add(role)
@@ -247,14 +247,14 @@ class StoreFleet(Fleet):
 
 
 def _end_process(error: StoreGone) -> None:
-    """End the process at once: without its store it can neither receive the end of the run nor report its own."""
+    """End the process at once: without the store it can neither learn that the run ends nor report its own end."""
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
     sys.stderr.flush()
     os._exit(STORE_LOST_EXIT)
 
 
 def is_shared(relay: Member, fleet: Fleet, settings: CommSettings) -> bool:
-    """Whether this process uses the relay's segment, which needs the same host. Raises `SettingError`."""
+    """Whether this process maps the relay's shared memory, which requires the same host. Raises `SettingError`."""
     is_here = relay.host == fleet.me.host
     if settings.link == "shm" and not is_here:
         raise SettingError(f"comm.link: shm cannot reach {relay.name} on {relay.host_name} from here; use auto")

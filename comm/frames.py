@@ -1,8 +1,8 @@
-"""Frames: the one form of messages and data on a connection. A frame is a head of two int64 (kind, bytes), and its bytes.
+"""Frames: the format of messages and data on every connection. A frame is a header of two int64 (kind, number of bytes) and a body.
 
-A message is a struct in msgpack, which its decoder describes completely. Data is a piece of an array whose place the messages
-before it say. An idle frame is empty: an end that has nothing to send shows with it that it lives. What breaks this form raises
-`MessageRefused`. `links/frames.py` sends frames over a link.
+The body of a message is a msgpack struct, validated completely by its decoder. The body of a data frame is a piece of an array; the
+messages before it say where the piece belongs. An idle frame has no body: an end with nothing to send shows with it that it is alive.
+Malformed input raises `MessageRefused`. `links/frames.py` sends frames over a link.
 """
 
 import struct
@@ -17,14 +17,14 @@ from .errors import MessageRefused
 T = TypeVar("T")
 
 MAX_BYTES = 1 << 30
-"""Of a frame. A longer one is split by its sender; one that is announced is refused before memory is taken for it."""
+"""Most bytes of a frame. The sender splits longer data; the receiver refuses a longer frame before it allocates memory."""
 HEAD_BYTES = 16
 _HEAD = struct.Struct("=qq")
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class FrameKind(IntEnum):
-    """The content of a frame."""
+    """The kind of a frame's body."""
 
     IDLE = 0
     MESSAGE = 1
@@ -42,7 +42,7 @@ _KINDS = tuple(FrameKind)
 
 
 def encode_head(kind: FrameKind, num_bytes: int) -> bytes:
-    """The head of a frame."""
+    """The header of a frame."""
     return _HEAD.pack(kind, num_bytes)
 
 
@@ -53,9 +53,9 @@ def encode_message(message: object) -> bytes:
 
 
 def decode_head(data: bytes | bytearray | memoryview, most: int = MAX_BYTES) -> FrameHead:
-    """The head with which `data` begins; `most` bounds what may follow. Raises `MessageRefused`."""
+    """The header at the start of `data`; a body of more than `most` bytes is refused. Raises `MessageRefused`."""
     if len(data) < HEAD_BYTES:
-        raise MessageRefused(f"malformed frame: a head of {len(data)} bytes")
+        raise MessageRefused(f"malformed frame: a header of {len(data)} bytes")
     kind, num_bytes = _HEAD.unpack_from(data)
     if kind not in _KINDS or not 0 <= num_bytes <= (most if kind else 0):
         raise MessageRefused(f"malformed frame: kind {kind}, {num_bytes} bytes")
@@ -71,7 +71,7 @@ def decode_body(body: bytes | bytearray | memoryview, decoder: msgspec.msgpack.D
 
 
 class FrameReader(Generic[T]):
-    """Cuts a stream of bytes into messages of one kind; `most` bounds the bytes of one."""
+    """Decodes the messages in a stream of bytes; a message of more than `most` bytes is refused."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], most: int) -> None:
         self._decoder = decoder
@@ -79,7 +79,7 @@ class FrameReader(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """The messages that are whole now. Raises `MessageRefused`."""
+        """Add bytes, and yield the messages that are now complete. Raises `MessageRefused`."""
         buffer = self._buffer
         buffer += data
         start = 0
@@ -88,7 +88,7 @@ class FrameReader(Generic[T]):
                 kind, num_bytes = decode_head(buffer[start : start + HEAD_BYTES], self._most)
                 end = start + HEAD_BYTES + num_bytes
                 if kind is FrameKind.DATA:
-                    raise MessageRefused("malformed frame: data in place of a message")
+                    raise MessageRefused("malformed frame: data instead of a message")
                 if end > len(buffer):
                     return
                 body = bytes(buffer[start + HEAD_BYTES : end])

@@ -7,7 +7,7 @@ from pathlib import Path
 from support.source_tree import FLOORS, ROOT, SOURCES, TESTS, TREES, Function, functions, name_of
 
 MAX_FILE_LINES = 460
-"""Room above the longest file of today, so that nobody packs or splits a story to fit."""
+"""Some room above the longest file of today, so that no file is squeezed or split only to fit."""
 MAX_FUNCTION_LINES = 60
 P90_FUNCTION_LINES = 30
 MAX_PUBLIC_NAMES, USUAL_PUBLIC_NAMES = 12, 8
@@ -59,7 +59,7 @@ def test_functions_are_short():
 
 
 def test_assignments_do_not_pack_unrelated_values():
-    """`a, b = x, y` saves a line and costs the reader; a swap is no packing."""
+    """`a, b = x, y` saves a line but is harder to read. Swaps do not count."""
     total, packed = 0, []
     for path in SOURCES:
         for node in ast.walk(TREES[path]):

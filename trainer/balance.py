@@ -30,7 +30,7 @@ LEAST_STEPS = 3
 
 
 class Layout(NamedTuple):
-    """What a run has, and what its roles may take of it."""
+    """The ranks of a run, and the cores and threads that its roles use."""
 
     actors: int
     rollouts: int

@@ -73,7 +73,7 @@ def receive_frame(
     while kind is FrameKind.IDLE:
         kind, num_bytes = receive_head(link, deadline_s)
     if kind is FrameKind.DATA:
-        raise MessageRefused("malformed frame: data in place of a message")
+        raise MessageRefused("malformed frame: data instead of a message")
     body = np.empty(num_bytes, np.uint8)
     link.receive(body, deadline_s)
     return decode_body(body.data, decoder)

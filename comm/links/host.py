@@ -71,7 +71,7 @@ def listening_address(setting: str, towards: str = "") -> str:
     if not found:
         have = ", ".join(f"{each.interface} {each.address}" for each in here)
         raise SettingError(
-            f"comm.interface={setting} is no interface, address or network of host {socket.gethostname()}, which has {have}"
+            f"comm.interface={setting} does not name an interface, address or network of host {socket.gethostname()}, which has {have}"
         )
     return found[0].address
 

@@ -30,7 +30,7 @@ def meeting_store(store: "StoreClient", interface: str, name: str, deadline_s: f
     Raises `StoreGone`, and `WaitTimeout` if no host comes.
     """
     key = f"group/{name}"
-    timeout = timedelta(days=1)  # whoever waits on it has a deadline of its own
+    timeout = timedelta(days=1)  # never reached: each wait on it has its own deadline
     if is_host:
         listener, address = listen(interface)
         with listener:

@@ -79,7 +79,7 @@ class TcpLink:
             raise self._broken("receive", error) from error
 
     def release(self) -> "socket.socket | ssl.SSLSocket":
-        """The socket, for a caller that goes on with it."""
+        """Hand the socket over to the caller."""
         return self._socket
 
     def is_closed(self) -> bool:

@@ -171,7 +171,7 @@ class StorageClient:
                 self._link.send(raw, self._deadline_s)
             answer = receive_frame(self._link, ANSWERS, self._deadline_s)
             if not isinstance(answer, (expected, NotFound, Refused)):
-                raise MessageRefused(f"{type(answer).__name__} is no answer to {type(request).__name__}")
+                raise MessageRefused(f"{type(answer).__name__} does not answer {type(request).__name__}")
         match answer:
             case NotFound(what=what):
                 raise KeyError(what)

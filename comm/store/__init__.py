@@ -1,14 +1,14 @@
-"""The store: one small server that all processes of a run are connected to. It has members, messages and values.
+"""The store: one small server to which every process of a run connects. It keeps members, messages and values.
 
-- **Members** join, announce facts and leave. Who asks for a role sees its members and hears of each change at once. A member is
-  dead when its connection ends, or when it has sent nothing for `comm.expiry_s`.
-- **Messages** wait in named inboxes until their reader takes them. Those to the hub stay until the hub says that it has handled
-  them, so the hub's next process gets the rest.
-- **Values** under a key: the recipe, the run's summary, addresses at which links are opened.
+- **Members** are processes. They join, announce facts about themselves and leave. A client that watches a role receives its members,
+  then every change at once. A member counts as dead when its connection ends or when it has sent nothing for `comm.expiry_s`.
+- **Messages** wait in named inboxes until their reader takes them. The hub confirms its messages once it has handled them; if it dies,
+  its next process receives those that were not confirmed.
+- **Values** have keys: the recipe, the run's summary, the addresses at which links are opened.
 
-Invariants: a client proves the run's secret before its first request. The store decides nothing and outlives the hub; if it ends,
-the run ends. Nothing here imports torch or numpy, so a process is connected within milliseconds.
+Invariants: a client proves that it knows the run's secret before its first request. The store makes no decisions and outlives the hub;
+if the store ends, the run ends. Only `rendezvous.py` imports torch, in a process of its own, so a client connects within milliseconds.
 
-Start reading at `protocol.py`, then `state.py` (what a request changes, pure), `server.py` and `client.py`. `rendezvous.py` passes
-the store's address to other hosts through torchrun's own store.
+Start reading at `protocol.py`, then `state.py` (what a request changes, without I/O), `server.py` and `client.py`. `rendezvous.py`
+passes the store's address to the other hosts through torchrun's own store.
 """

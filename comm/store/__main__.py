@@ -2,12 +2,13 @@
 
     python -m headrace.comm.store [--interface ADDRESS] [--port N] [--recipe FILE [--start ID]] [--expect N] [--silence-s S] [--tls] [--publish]
 
-The run's secret is in HEADRACE_SECRET. Its first line on stdout is `store HOST:PORT`. Beside the recipe, which it has for all processes
-of the run, it writes the address into a file, with the ID of the start, and with `--publish` for other hosts into torchrun's store.
+It reads the run's secret from HEADRACE_SECRET and prints `store HOST:PORT` as its first line. With `--recipe` it serves the recipe to
+all processes, and writes its address and the ID of the start into a file beside the recipe. With `--publish` it gives the address to
+the other hosts through torchrun's store.
 
 It exits with 0 on SIGQUIT, or once at least `--expect` members have joined and each of them has left or has been silent for
-`--silence-s` seconds; with 2 if a host refuses the run. It ignores SIGINT and SIGTERM: terminals and schedulers send them to all
-processes, and the store has to end last. With `--end-with-parent` it ends when its parent is gone.
+`--silence-s` seconds. It exits with 2 if a host refuses the run. It ignores SIGINT and SIGTERM: terminals and schedulers send them to
+all processes, and the store has to end last. With `--end-with-parent` it also ends when its parent is gone.
 """
 
 import argparse
@@ -27,11 +28,11 @@ from .server import StoreServer
 
 _LOOK_S = 0.1
 _SPARE_FILES = 64
-"""Files that the process needs beside a connection of each member."""
+"""Open files that the process needs besides one connection for each member."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the store until its members have left; returns the exit code. Waits for them by its own clock; woken by SIGQUIT."""
+    """Run the store until its members have left; returns the exit code. Waits without a deadline; SIGQUIT ends the wait."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ended = threading.Event()
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     if (most := _raise_file_limit()) < arguments.expect + _SPARE_FILES:
         return _refuse(
-            f"{arguments.expect} processes need as many open files, and this process may have {most} (ulimit -Hn)"
+            f"the store needs an open file for each of {arguments.expect} processes, and its limit is {most} (ulimit -Hn)"
         )
     parent = os.getppid()
     secret = os.environ.get("HEADRACE_SECRET", "").encode()
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 class _Rendezvous:
-    """The process that gives the address to torchrun's store, and hears there of a host that refuses the run."""
+    """The process that writes the address to torchrun's store and watches there for a host that refuses the run."""
 
     def __init__(self, address: str) -> None:
         self.refusal = ""
@@ -81,7 +82,7 @@ class _Rendezvous:
         return self
 
     def end(self) -> None:
-        """End the process: it ends when its standard input does."""
+        """End the process by closing its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -91,14 +92,14 @@ class _Rendezvous:
 
 
 def _refuse(reason: str) -> int:
-    """End at once: the supervisor has to see this end before that of a member."""
+    """Exit at once, so that the supervisor sees this exit before that of a member."""
     sys.stderr.write(f"{reason}\n")
     sys.stderr.flush()
     os._exit(2)
 
 
 def _raise_file_limit() -> int:
-    """Allow this process as many open files as it may have; returns their number."""
+    """Raise the soft limit of open files to the hard limit; returns it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
@@ -115,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interface", default="127.0.0.1", help="the one address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
     parser.add_argument("--recipe", type=Path, help="file with the recipe; the address is written beside it")
-    parser.add_argument("--start", default="", help="second line of the file with the address")
+    parser.add_argument("--start", default="", help="ID of the start, the second line of the file with the address")
     parser.add_argument("--publish", action="store_true", help="make the address known through torchrun's store")
     parser.add_argument("--expect", type=int, default=1, help="members that must have joined before it may end")
     parser.add_argument("--silence-s", type=float, default=60.0, help="seconds of silence that count as having left")

@@ -44,18 +44,18 @@ _FLUSH_S = 10.0
 _PIECE_BYTES = 1 << 18
 _POLL_S = 0.5
 ANSWER_S = 120.0
-"""Seconds within which the store answers a request that waits for nothing."""
+"""Deadline of a request that the store answers at once."""
 
 
 class StoreClient:
     """The connection of one process, from `connect` to `close`. Any thread may use it.
 
-    Its two threads send what others queue, with a sign of life every `heartbeat_s`, and take what the store sends. The callbacks are
-    called in the second one, which they must not keep.
+    One thread sends queued requests, and a heartbeat after `heartbeat_s` without one. A second thread receives, and calls the
+    callbacks, which must not block.
     """
 
     def __init__(self, address: str, link: TcpLink, heartbeat_s: float, patience_s: float) -> None:
-        """patience_s: a store that is silent for so long is gone."""
+        """patience_s: seconds of silence after which the store counts as gone."""
         self.address = address
         self.on_delivery: dict[str, Callable[[Delivery], None]] = {}
         """By inbox."""
@@ -87,11 +87,11 @@ class StoreClient:
         heartbeat_s: float = 1.0,
         patience_s: float = 30.0,
     ) -> "StoreClient":
-        """Connect to the store at "host:port". Raises `StoreGone`, and `SettingError` for what is no address.
+        """Connect to the store at "host:port". Raises `StoreGone`, or `SettingError` if `address` is malformed.
 
-        tls: this process's identity, if the connection has to be encrypted; without it the store decides.
-
-        A host that does not answer is tried again until the deadline. Without `is_started`, so is one that refuses the connection.
+        tls: this process's identity, which requires an encrypted connection; with None the store decides whether it encrypts.
+        is_started: whether the store is known to be running, so that a refused connection means that it has ended. If False, a
+            refused connection is tried again until the deadline. A host that does not answer is always tried again.
         """
         try:
             split_address(address)
@@ -112,7 +112,7 @@ class StoreClient:
         self._outbox.put(request)
 
     def ask(self, make: Callable[[int], Request], deadline_s: float = ANSWER_S) -> int | bytes | None:
-        """The answer to the request that `make` makes with a number. Raises `StoreGone`, and `WaitTimeout` past the deadline."""
+        """The answer to the request that `make` builds from a number. Raises `StoreGone`, or `WaitTimeout` past the deadline."""
         number = next(self._numbers)
         answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._answers[number] = answers
@@ -135,17 +135,17 @@ class StoreClient:
                 wait.check()
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep a value; returns once the store has it. Raises `StoreGone`."""
+        """Set a value; returns once the store has it. Raises `StoreGone`."""
         self.ask(lambda number: SetValue(number, key, value))
 
     def get(self, key: str) -> bytes | None:
-        """The value of a key at this moment, or None. Raises `StoreGone`."""
+        """The present value of a key, or None. Raises `StoreGone`."""
         value = self.ask(lambda number: GetValue(number, key))
         assert not isinstance(value, int)
         return value
 
     def wait_for(self, key: str, deadline_s: float) -> bytes:
-        """The value of a key once there is one. Raises `StoreGone`, and `WaitTimeout` past the deadline."""
+        """Wait until a key has a value, and return it. Raises `StoreGone`, or `WaitTimeout` past the deadline."""
         value = self.ask(lambda number: GetValue(number, key, waits=True), deadline_s)
         assert isinstance(value, bytes)
         return value
@@ -155,17 +155,17 @@ class StoreClient:
         self.ask(lambda number: DeleteValue(number, key))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; returns the sum. Raises `StoreGone`."""
+        """Add to a counter, which starts at 0; returns its new value. Raises `StoreGone`."""
         value = self.ask(lambda number: AddTo(number, key, amount))
         assert isinstance(value, int)
         return value
 
     def sync(self, deadline_s: float = _FLUSH_S) -> None:
-        """Return once the store has handled all that was queued before. Raises `StoreGone` or `WaitTimeout`."""
+        """Wait until the store has handled every request queued before. Raises `StoreGone` or `WaitTimeout`."""
         self.ask(Sync, deadline_s)
 
     def close(self) -> None:
-        """Send what is queued and end the connection; closing twice is allowed."""
+        """Send the queued requests and end the connection; closing twice is allowed."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -175,7 +175,7 @@ class StoreClient:
         join_thread(self._threads[1], _FLUSH_S)
 
     def _send_all(self) -> None:
-        """Send what is queued. Waits for the outbox, at most a heartbeat; ended by `close`."""
+        """Send queued requests, and a heartbeat after `heartbeat_s` without one. Ends with `close`."""
         try:
             while True:
                 try:
@@ -189,9 +189,9 @@ class StoreClient:
             self._lose(f"is gone ({error})")
 
     def _receive_all(self) -> None:
-        """Take what the store sends. Waits for it, and counts its silence; ended by `close`.
+        """Receive what the store sends, and time its silence. Ends with `close`.
 
-        Time in which this process itself was stopped (a debugger, a frozen container) is not silence of the store.
+        Time for which this process itself was stopped (a debugger, a frozen container) does not count as silence of the store.
         """
         reader = FrameReader(PUSHES, MAX_REQUEST_BYTES)
         period_s = min(_POLL_S, self._heartbeat_s)
@@ -221,7 +221,7 @@ class StoreClient:
                 pass
 
     def _lose(self, how: str) -> None:
-        """The connection has ended: wake all that wait for an answer."""
+        """The connection has ended: wake every thread that waits for an answer."""
         with self._lock:
             is_first = self.gone is None
             if is_first:
@@ -236,7 +236,7 @@ class StoreClient:
 def _try_to_connect(
     address: str, secret: bytes, tls: TlsIdentity | None, wait: Wait, is_started: bool
 ) -> TcpLink | None:
-    """A connection that is proved, or None to try again. Raises `StoreGone` past the deadline, and where the store has ended."""
+    """An authenticated connection, or None to try again. Raises `StoreGone` past the deadline, or if the store has ended."""
     host, port = split_address(address)
     seconds = min(_ATTEMPT_S, wait.remaining_s + 0.1)
     try:
@@ -254,7 +254,7 @@ def _try_to_connect(
 
 
 def _prove(link: TcpLink, secret: bytes, tls: TlsIdentity | None, seconds: float) -> TcpLink:
-    """The hand-shake, encrypted if the store says so. Raises `LinkBroken` or `WrongSecret`."""
+    """Do the handshake, encrypted if the store says so. Raises `LinkBroken` or `WrongSecret`."""
     first = bytearray(1)
     link.receive(first, seconds)
     if first == TLS:
@@ -266,7 +266,10 @@ def _prove(link: TcpLink, secret: bytes, tls: TlsIdentity | None, seconds: float
 
 
 class _Channel:
-    """Bytes in both directions by two threads. A TLS connection serves one thread at a time, so neither waits while it has the lock."""
+    """A connection on which one thread sends and another receives.
+
+    A TLS connection may be used by one thread at a time. So the threads share a lock, and neither blocks while it holds the lock.
+    """
 
     def __init__(self, link: TcpLink) -> None:
         self._link = link
@@ -290,7 +293,7 @@ class _Channel:
             self._poll(wanted, _POLL_S)
 
     def receive(self, seconds: float) -> bytes:
-        """What has arrived; empty if nothing does within `seconds`. Raises OSError, also at the end of the connection."""
+        """The bytes that have arrived; empty if none do within `seconds`. Raises OSError, also at the end of the connection."""
         data = self._arrived()
         if data is None:
             self._poll(select.POLLIN, seconds)
@@ -300,7 +303,7 @@ class _Channel:
         return data or b""
 
     def close(self) -> None:
-        """End both directions; the threads that wait are woken."""
+        """Close the connection and wake both threads."""
         self._link.close()
 
     def _arrived(self) -> bytes | None:

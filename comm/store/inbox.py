@@ -1,4 +1,4 @@
-"""One inbox of the store: messages that wait for a reader, and those that the reader has not confirmed."""
+"""One inbox of the store: the messages that have no reader yet, and those that the reader has not confirmed."""
 
 from collections import deque
 
@@ -6,7 +6,7 @@ from .protocol import Delivery
 
 
 class StoredInbox:
-    """The messages of an inbox, in the order in which they came."""
+    """The messages of an inbox, in order of arrival."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -17,10 +17,10 @@ class StoredInbox:
         """How often a reader has opened it."""
         self.is_open = False
         self.is_closed = False
-        """Its last reader is gone."""
+        """Its last reader is gone; further messages are dropped."""
 
     def open(self, *, confirms: bool) -> list[Delivery]:
-        """Open it for a new reader; returns the messages that it gets at once."""
+        """Open it for a new reader; returns the messages that wait for it."""
         self.num_opened += 1
         self.is_open = True
         self.is_closed = False
@@ -31,7 +31,7 @@ class StoredInbox:
         return waiting
 
     def add(self, sender: str, sequence: int, body: bytes) -> Delivery | None:
-        """Take a message; returns it if a reader gets it now."""
+        """Add a message; returns the delivery for the reader, or None if the inbox is not open."""
         if self.is_closed:
             return None
         self._num_messages += 1
@@ -41,12 +41,12 @@ class StoredInbox:
         return delivery if self.is_open else None
 
     def confirm(self, place: int) -> None:
-        """Forget the messages up to a place."""
+        """Drop the messages up to and including this place."""
         while self._kept and self._kept[0].place <= place:
             self._kept.popleft()
 
     def close(self, *, is_last: bool = False) -> None:
-        """The reader is gone; if it was the last one, so are the messages."""
+        """The reader is gone. After the last reader the messages are dropped too."""
         self.is_open = False
         if is_last:
             self.is_closed = True

@@ -5,12 +5,13 @@ from collections.abc import Iterable
 import msgspec
 
 TRAINS_AGAIN = "trains again"
-"""A fact about an actor, "yes" while it trains steps again before its first version; "" after that."""
+"""A fact that an actor announces: "yes" while it retrains steps before its first version, "" afterwards."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One member as another one sees it; `info` are the facts that it announced, `host` is the identity of its host
-    (`comm.links.host`), and `host_name` is for messages.
+    """One member as the others see it.
+
+    `info` has the facts that it announced. `host` identifies its host (`comm.links.host`); `host_name` is only for messages.
     """
 
     name: str
@@ -25,10 +26,10 @@ class Member(msgspec.Struct, frozen=True):
 
 
 def member_name(role: str, index: int) -> str:
-    """ "rollout-1"; the one hub is just "hub"."""
+    """Such as "rollout-1"; the hub, of which there is one, is "hub"."""
     return role if role == "hub" else f"{role}-{index}"
 
 
 def sorted_members(members: Iterable[Member], role: str | None) -> list[Member]:
-    """Those of a role, or all, by role and index."""
+    """The members of a role, or all of them, sorted by role and index."""
     return sorted((m for m in members if role is None or m.role == role), key=lambda m: (m.role, m.index))

@@ -1,6 +1,6 @@
-"""What clients and the store send each other, as frames.
+"""The messages between the store and its clients, sent as frames.
 
-A request with a `number` is answered by one `Answer` with that number; the others are not answered.
+The store answers a request that has a `number` with one `Answer` of the same number. Other requests have no answer.
 """
 
 import msgspec
@@ -8,19 +8,19 @@ import msgspec
 from .members import Member
 
 LINK_NAME = "store"
-"""The name under which both ends of a connection prove the secret."""
+"""The link's name in the handshake."""
 PLAIN = b"P"
 TLS = b"T"
-"""The first byte of the store: whether the rest of a connection is encrypted. Who changes it on its way makes the proofs fail."""
+"""The store's first byte on a connection: whether TLS follows. If an attacker changes it, the handshake fails."""
 MAX_REQUEST_BYTES = 8 << 20
 
 
 class _Struct(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all of them; `type` is the class name."""
+    """Base of all messages; the tag is the class name."""
 
 
 class Join(_Struct, frozen=True):
-    """This client is a member from now on, dead after `expiry_s` of silence; the answer is its incarnation."""
+    """Make this client a member, which counts as dead after `expiry_s` of silence. The answer is its incarnation."""
 
     number: int
     member: Member
@@ -28,7 +28,7 @@ class Join(_Struct, frozen=True):
 
 
 class Announce(_Struct, frozen=True):
-    """Facts about this client's member, all of them."""
+    """Replace the facts about this client's member."""
 
     info: dict[str, str]
 
@@ -40,18 +40,18 @@ class Leave(_Struct, frozen=True):
 
 
 class Watch(_Struct, frozen=True):
-    """Tell this client the members of a role (of all roles if it is empty), and from now on each change."""
+    """Send this client the members of a role (of all roles if it is empty), and every change from now on."""
 
     number: int
     role: str
 
 
 class Beat(_Struct, frozen=True):
-    """This client lives; the store answers with a `Beat`."""
+    """A heartbeat. The store returns it."""
 
 
 class Post(_Struct, frozen=True):
-    """A message to an inbox. The sequence numbers of a sender grow."""
+    """Add a message to an inbox. Each sender's sequence numbers increase."""
 
     to: str
     sender: str
@@ -60,9 +60,9 @@ class Post(_Struct, frozen=True):
 
 
 class OpenInbox(_Struct, frozen=True):
-    """Deliver the messages of an inbox to this client. With `confirms` they stay until it confirms them.
+    """Deliver the messages of an inbox to this client. With `confirms` the store keeps them until the client confirms them.
 
-    The answer is how often the inbox has been opened.
+    The answer is the number of times that the inbox has been opened.
     """
 
     number: int
@@ -78,7 +78,7 @@ class Confirm(_Struct, frozen=True):
 
 
 class CloseInbox(_Struct, frozen=True):
-    """Deliver no more to this client. If it `is_last`, nobody opens the inbox again, and its messages are dropped."""
+    """Stop delivering to this client. With `is_last` no other reader follows: the store drops this inbox's messages, and later ones."""
 
     number: int
     name: str
@@ -94,7 +94,7 @@ class SetValue(_Struct, frozen=True):
 
 
 class GetValue(_Struct, frozen=True):
-    """The answer is the value under a key, or None; with `waits` it comes once there is a value."""
+    """The answer is the value under a key, or None. With `waits` the answer comes once there is a value."""
 
     number: int
     key: str
@@ -109,7 +109,7 @@ class DeleteValue(_Struct, frozen=True):
 
 
 class AddTo(_Struct, frozen=True):
-    """Add to the counter under a key, which begins at 0; the answer is the sum."""
+    """Add to the counter under a key, which starts at 0. The answer is the new value."""
 
     number: int
     key: str
@@ -117,7 +117,7 @@ class AddTo(_Struct, frozen=True):
 
 
 class Sync(_Struct, frozen=True):
-    """The answer says that the store has handled all that this client sent before."""
+    """The answer confirms that the store has handled every earlier request of this client."""
 
     number: int
 
@@ -130,7 +130,7 @@ class Answer(_Struct, frozen=True):
 
 
 class Delivery(_Struct, frozen=True):
-    """A message of an inbox; places count its deliveries."""
+    """A message of an inbox; its `place` is its number in that inbox, from 1."""
 
     to: str
     sender: str
@@ -140,7 +140,7 @@ class Delivery(_Struct, frozen=True):
 
 
 class Changed(_Struct, frozen=True):
-    """Members as they are now, and the names of those that have left."""
+    """The present state of members that have changed, and the names of those that have left."""
 
     members: list[Member]
     left: list[str]

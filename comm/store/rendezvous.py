@@ -1,11 +1,12 @@
-"""How the hosts of a run find its store: the first host gives the address to torchrun's own store, the others look there.
+"""How the hosts of a run find its store: the first host writes the address to torchrun's own store, and the others read it there.
 
-    python -m headrace.comm.store.rendezvous publish ADDRESS     then prints a refusal, and waits until stdin is closed
+    python -m headrace.comm.store.rendezvous publish ADDRESS     writes the address; prints the reason if a host refuses the run
     python -m headrace.comm.store.rendezvous find                prints the address
     python -m headrace.comm.store.rendezvous refuse TEXT         ends the run for this reason
 
-torchrun's store speaks a protocol of torch, so this imports torch, in a process of its own. Its values are not signed: who reads the
-address proves the run's secret to the store, which has to prove it too. A host without the secret refuses the run in this way.
+Reading torchrun's store needs torch, so this module runs in a process of its own. The values there are not authenticated. A forged
+address does no harm, because client and store prove to each other that they know the run's secret. Anybody who reaches torchrun's
+store can end the run with `refuse`; a host without the secret must be able to.
 """
 
 import os
@@ -27,7 +28,7 @@ _LOOK_S = 0.5
 
 
 def main(words: Sequence[str]) -> None:
-    """Entry of the process; the module's docstring describes the words."""
+    """Entry of the process; the module's docstring describes the arguments."""
     store = _torchrun_store()
     try:
         match words:
@@ -48,7 +49,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _watch_for_refusal(store: Any) -> None:
-    """Print the text of the host that refuses the run; returns then, and when standard input is closed."""
+    """Wait until a host refuses the run, and print its reason. Returns without one when standard input is closed."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         if store.check([_REFUSAL_KEY]):
             print(store.get(_REFUSAL_KEY).decode(), flush=True)
@@ -58,7 +59,8 @@ def _watch_for_refusal(store: Any) -> None:
 def _torchrun_store() -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise SettingError("not started by torchrun: use torchrun, or set HEADRACE_STORE=HOST:PORT")
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=FIND_S))
     except (OSError, DistError) as error:

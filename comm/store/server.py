@@ -1,4 +1,4 @@
-"""The store's server: connections, hand-shakes and the clock around `StoreState`."""
+"""The store's server: connections, handshakes and timers around `StoreState`."""
 
 import asyncio
 import asyncio.trsock
@@ -23,21 +23,21 @@ from .state import StoreState
 _log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""Seconds between two looks at silent members."""
+"""Seconds between two checks for silent members."""
 TELL_S = 0.02
-"""Changes of members within this time are told together."""
+"""Seconds for which changes of members are collected before they are sent."""
 HANDSHAKE_S = 10.0
 MOST_STRANGERS = 256
-"""Connections that may be open before their hand-shake; of more the oldest is closed."""
+"""Most connections that have not finished the handshake; beyond that the oldest is closed."""
 _CLOSE_S = 10.0
 
 
 class StoreServer:
-    """A store in this process, on one interface; `address` is "host:port", and port 0 takes a free one. It serves from `start` to `close`."""
+    """A store in this process, on one interface. It serves from `start` to `close`; its `address` is "host:port"."""
 
     def __init__(self, interface: str, secret: bytes, port: int = 0, tls: TlsIdentity | None = None) -> None:
         self.state = StoreState()
-        """To be read in the thread of the server alone, or once it is closed."""
+        """Only the server's thread may read it, until the server is closed."""
         self._listener, self.address = listen(interface, port)
         self._secret = secret
         self.tls = tls
@@ -51,7 +51,7 @@ class StoreServer:
         self._thread = threading.Thread(target=self._run, name=f"store {self.address}", daemon=True)
 
     def start(self) -> "StoreServer":
-        """Serve in a thread of its own; returns the server."""
+        """Serve in a thread; returns the server."""
         self._thread.start()
         return self
 
@@ -63,7 +63,7 @@ class StoreServer:
         self._listener.close()
 
     def _run(self) -> None:
-        """Serve. Waits for clients and the clock; ended by `close`."""
+        """Serve clients until `close`."""
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(
             self._loop.create_server(lambda: _Connection(self), sock=self._listener, backlog=4096)
@@ -75,35 +75,35 @@ class StoreServer:
             server.close()
             for connection in [*self._clients.values(), *self._strangers.values()]:
                 connection.transport.abort()
-            self._loop.run_until_complete(asyncio.sleep(0))  # connections end in the loop
+            self._loop.run_until_complete(asyncio.sleep(0))  # lets the aborted connections end
             self._loop.close()
 
     def admit(self, connection: "_Connection") -> int:
-        """Count a connection as a stranger, and return its number."""
+        """Register a new connection, which has not proved the secret yet; returns its number."""
         self._num_clients += 1
         self._strangers[self._num_clients] = connection
         if len(self._strangers) > MOST_STRANGERS:
             oldest = next(iter(self._strangers))
-            self._strangers.pop(oldest).transport.abort()  # a client proves in milliseconds that it is one
+            self._strangers.pop(oldest).transport.abort()  # a client's handshake takes milliseconds
         self._loop.call_later(HANDSHAKE_S, self._end_stranger, self._num_clients)
         return self._num_clients
 
     def accept(self, client: int, connection: "_Connection") -> None:
-        """A stranger has proved the secret."""
+        """The connection has proved the secret."""
         self._strangers.pop(client, None)
         self._clients[client] = connection
 
     def handle(self, client: int, requests: Iterable[Request]) -> None:
-        """Carry out requests and send what follows from them."""
+        """Carry out requests, and send the answers and deliveries that follow from them."""
         now = time.monotonic()
         for request in requests:
             self.state.handle(client, request, now)
         self._send()
 
     def refuse(self, error: MessageRefused) -> None:
-        """Log that a connection is closed for what came over it: the first, the tenth, ... of them."""
+        """Log that a connection is closed for invalid input: the first, the tenth, the hundredth, and so on."""
         self._num_refused += 1
-        if is_power_of_ten(self._num_refused):  # a stranger who tries often would fill the disk with lines
+        if is_power_of_ten(self._num_refused):  # so that repeated attempts cannot fill the disk
             _log.warning("the store closes a connection: %s (%d so far)", error, self._num_refused)
 
     def forget(self, client: int) -> None:
@@ -133,7 +133,7 @@ class StoreServer:
     def _send(self) -> None:
         outgoing = self.state.outgoing
         if outgoing:
-            encoded: dict[int, bytes] = {}  # one change goes to many clients
+            encoded: dict[int, bytes] = {}  # a change goes to many clients and is encoded once
             for client, pushes in outgoing.items():
                 if (connection := self._clients.get(client)) is not None:
                     connection.transport.write(b"".join([_encode(push, encoded) for push in pushes]))
@@ -144,7 +144,7 @@ class StoreServer:
 
     @property
     def binding(self) -> bytes:
-        """What ties a proof to this server's TLS connections."""
+        """The bytes that tie a proof to this server's TLS identity; empty without TLS."""
         return b"" if self.tls is None else self.tls.listening_binding
 
     def proof(self, end: int, nonce: bytes) -> bytes:
@@ -158,7 +158,7 @@ def _encode(push: Push, encoded: dict[int, bytes]) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """One client: the hand-shake as end 0 of a link (`links/handshake.py`), then requests."""
+    """One client's connection: first the handshake as end 0 of a link (`links/handshake.py`), then requests."""
 
     transport: asyncio.Transport
 
@@ -174,7 +174,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        transport.set_write_buffer_limits(high=1 << 62)  # a client that reads slowly delays no other
+        transport.set_write_buffer_limits(high=1 << 62)  # so a slow client does not delay the others
         connection = transport.get_extra_info("socket")
         assert isinstance(connection, socket.socket | asyncio.trsock.TransportSocket)
         keep_alive(connection)
@@ -183,11 +183,11 @@ class _Connection(asyncio.Protocol):
         if self._server.tls is None:
             transport.write(self._nonce)
         else:
-            transport.pause_reading()  # what comes next is for TLS
+            transport.pause_reading()  # the next bytes belong to the TLS handshake
             self._task = asyncio.ensure_future(self._start_tls(self._server.tls))
 
     async def _start_tls(self, tls: TlsIdentity) -> None:
-        """Encrypt the connection; one that is not ends."""
+        """Encrypt the connection, or close it."""
         try:
             encrypted = await asyncio.get_running_loop().start_tls(
                 self.transport, self, tls.listening, server_side=True, ssl_handshake_timeout=HANDSHAKE_S
@@ -214,7 +214,7 @@ class _Connection(asyncio.Protocol):
         self._server.forget(self._client)
 
     def _prove(self, data: bytes) -> bytes:
-        """Take the next bytes of the hand-shake; returns those that follow it. Raises `MessageRefused` for a wrong proof."""
+        """Process bytes of the handshake; returns those after its end. Raises `MessageRefused` for a wrong proof."""
         assert self._unproved is not None
         self._unproved += data
         if not self._has_answered and len(self._unproved) >= NONCE_BYTES:

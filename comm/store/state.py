@@ -1,4 +1,4 @@
-"""The state of the store, and what each request changes in it. Pure: callers pass the time and send what is in `outgoing`."""
+"""The state of the store, and what each request changes in it. It does no I/O: callers pass the time and send `outgoing`."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ ALL_ROLES = ""
 
 @dataclass(slots=True)
 class _Presence:
-    """A member, its client (None once its connection has ended), and when it was heard."""
+    """A member, its client (None once its connection has ended), and the time of its last request."""
 
     member: Member
     client: int | None
@@ -43,15 +43,15 @@ class _Presence:
 
 
 class StoreState:
-    """Members, inboxes and values. Clients have numbers, which never return."""
+    """Members, inboxes and values. Clients are numbered; a number is never used again."""
 
     def __init__(self) -> None:
         self.outgoing: dict[int, list[Push]] = defaultdict(list)
-        """What to send to each client; the caller takes it."""
+        """Messages for each client; the caller sends and removes them."""
         self.values: dict[str, bytes] = {}
         self._counters: Counter[str] = Counter()
         self._waiting: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        """Clients and their requests that wait for the value of a key."""
+        """For each key, the clients and request numbers that wait for its value."""
         self._inboxes: dict[str, StoredInbox] = {}
         self._readers: dict[str, int] = {}
         self._present: dict[str, _Presence] = {}
@@ -64,7 +64,7 @@ class StoreState:
 
     @property
     def num_joined(self) -> int:
-        """The names under which a member has ever joined."""
+        """Number of distinct members that have ever joined."""
         return len(self._incarnations)
 
     @property
@@ -73,7 +73,7 @@ class StoreState:
         return bool(self._changed)
 
     def num_present(self, now: float, silence_s: float) -> int:
-        """Members that have not left and were heard within `silence_s`."""
+        """Number of members that have not left and have sent something within `silence_s`."""
         return sum(now - each.heard_at < silence_s for each in list(self._present.values()))
 
     def handle(self, client: int, request: Request, now: float) -> None:
@@ -112,14 +112,14 @@ class StoreState:
             self._set_alive(presence, is_alive=False)
 
     def look(self, now: float, pause_s: float = 0.0) -> None:
-        """Count silent members as dead. `pause_s`: the store itself stood still so long, in which nobody could be heard."""
+        """Declare silent members dead. `pause_s`: seconds for which the store itself was stopped; they do not count as silence."""
         for presence in self._heard.values():
             presence.heard_at += pause_s
             if presence.member.is_alive and now - presence.heard_at >= presence.expiry_s:
                 self._set_alive(presence, is_alive=False)
 
     def tell_changes(self) -> None:
-        """Tell the watchers which members have changed since the last call."""
+        """Send the watchers the members that have changed since the last call."""
         by_role: dict[str, list[str]] = defaultdict(list)
         for name in sorted(self._changed):
             by_role[_role_of(name)].append(name)
@@ -131,7 +131,7 @@ class StoreState:
                 self.outgoing[client].append(changed)
 
     def _answer(self, client: int, request: Question, now: float) -> None:
-        """Carry out a request that has an answer."""
+        """Carry out a request and answer it."""
         value: int | bytes | None = None
         match request:
             case Join(member=member, expiry_s=expiry_s):
@@ -215,7 +215,7 @@ class StoreState:
         return self._inboxes[name]
 
     def _close_inbox(self, client: int, name: str, *, is_last: bool) -> None:
-        """Close an inbox that this client reads; one that the next process has opened already stays open."""
+        """Close an inbox, unless the reader's next process has already opened it."""
         reader = self._readers.get(name)
         if reader == client:
             del self._readers[name]

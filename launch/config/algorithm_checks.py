@@ -10,11 +10,11 @@ _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 
 
 def check_algorithm(recipe: Recipe) -> list[str]:
-    """Refuse settings that exclude each other; returns warnings of settings without effect."""
+    """Refuse settings that contradict each other; returns warnings about settings without effect."""
     algorithm = recipe.algorithm
     longest = recipe.sampling.max_new_tokens
     if algorithm.kl_in == "reward" and algorithm.kl_coef == 0:
-        raise SettingError("algorithm.kl_in=reward: there is no KL term; set algorithm.kl_coef")
+        raise SettingError("algorithm.kl_in=reward has no effect while algorithm.kl_coef is 0; set algorithm.kl_coef")
     if algorithm.overlong_buffer > longest:
         raise SettingError(
             f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than sampling.max_new_tokens={longest}"

@@ -242,7 +242,8 @@ def has_other_hosts() -> bool:
 def refuse_start(error: SettingError, *, is_known: bool) -> int:
     """Print why this rank does not start, once on each host, and end its torchrun; returns the rank's exit code.
 
-    With `is_known` the other hosts' ranks see the same mistake or depend on this rank. Otherwise torchrun's store is told.
+    is_known: whether the other hosts' ranks see the same mistake themselves or depend on this rank. Otherwise the reason is written to
+    torchrun's store, which ends the run on the other hosts.
     """
     is_speaker = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
     parent = os.getppid()

@@ -6,9 +6,9 @@
 
 A run keeps one small file, a line at a time, so nothing that was measured is lost. The clock begins with the command that a user
 would type: Python's start, the loading of the model and, on our side, the start of all processes are in it. On both sides a
-step ends when its line is in the side's file of metrics. The held-out accuracy takes no time of a run: it is measured
-afterwards, on weights that the run has saved on its way, by one program for all sides (`held_out.py`). What it takes to
-save them is in the clock of both sides.
+step ends when its line is in the side's file of metrics. The held-out accuracy takes no time of a run: one program
+(`held_out.py`) measures it afterwards for all sides, on weights that the run has saved. The time to save them counts on
+both sides.
 """
 
 import argparse

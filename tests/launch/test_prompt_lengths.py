@@ -41,7 +41,7 @@ def test_the_longest_prompt_is_counted_in_tokens(recipe):
 
 
 def test_a_trajectory_is_prompt_and_response_but_with_an_environment_of_the_user_the_whole_context(recipe):
-    """What tools answer counts in the response; what an environment adds to the prompt at its reset is not known."""
+    """The answers of tools count as response; the length that an environment's reset adds to the prompt is not known."""
     own = recipe(["1 2 3"])
     longest = longest_prompt(own)
     assert longest and longest.row_tokens(own, 4096) == longest.tokens + 32

@@ -48,7 +48,7 @@ EXCLUDED = [
     ("optimizer.lr_schedule=linear optimizer.warmup_steps=100", "optimizer.warmup_steps: 100 of run.steps=100"),
     ("comm.heartbeat_s=6", "comm.expiry_s=10: at least twice comm.heartbeat_s=6"),
     ("comm.link=nccl comm.tls=true", "comm.tls: NCCL encrypts nothing"),
-    ("algorithm.kl_in=reward", "algorithm.kl_in=reward: there is no KL term"),
+    ("algorithm.kl_in=reward", "algorithm.kl_in=reward has no effect while algorithm.kl_coef is 0"),
     ("algorithm.overlong_buffer=9 sampling.max_new_tokens=8", "algorithm.overlong_buffer=9 is longer"),
     ("queue.filter_zero_std=true batch.samples_per_prompt=1", "queue.filter_zero_std=true: with batch.samples_per_prompt=1"),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Processes in virtual time, and their threads. Only a simulation needs them, and the package greenlet.
 
-A thread is a coroutine that switches back to the world wherever it waits. So one of them runs at a time, a run repeats itself, and a switch
-costs a microsecond; threads of the operating system took a third of a simulation's time for it.
+A thread is a coroutine that switches back to the world each time it waits. So only one runs at a time, a run can be repeated exactly, and a
+switch costs a microsecond. With threads of the operating system, switches took a third of a simulation's time.
 """
 
 import math

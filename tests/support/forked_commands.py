@@ -1,8 +1,8 @@
 """Python commands as forks of a process that has imported torch and transformers: `python -m MODULE` costs no import there.
 
 A fork has what a new process has: a pid of its own below its real parent, the descriptors, the environment, the signals and the working
-folder that `Popen` gave it, and its command line and environment in `/proc`. So supervisors, signals and kills are real. What it is not: free
-of what its parent has set in the modules that both have. Tests of single runs use it; the slow ones start every process anew.
+folder that `Popen` gave it, and its command line and environment in `/proc`. So supervisors, signals and kills are real. But it inherits
+whatever its parent has changed in imported modules. Tests of single runs use forks; the slow ones start new processes.
 """
 
 import atexit

@@ -115,7 +115,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest):
-    """Makes runs, in a folder of their own; those of a slow test start each process anew, the others fork them."""
+    """Makes runs, each in its own folder. A slow test starts new processes; the others fork them."""
     tiny_policy(tmp_path, "llama")
     is_slow = request.node.get_closest_marker("slow") is not None
     jobs: list[Job] = []

@@ -349,7 +349,7 @@ def test_the_error_for_a_unit_that_is_gone_names_it():
 def test_a_unit_that_gives_an_answer_to_another_question_counts_as_gone(unit, client, monkeypatch):
     monkeypatch.setattr(unit, "_answer", lambda link, request, reserved: Listing(["row"]))
     for ask in (lambda: client.put("row", row(1)), lambda: client.get("row"), lambda: client.drop(["row"])):
-        with pytest.raises(PeerGone, match=f"{unit.address} is gone: Listing is no answer to"):
+        with pytest.raises(PeerGone, match=f"{unit.address} is gone: Listing does not answer"):
             ask()
     monkeypatch.undo()
 

@@ -45,7 +45,7 @@ def join(client: StoreClient, index: int = 0, expiry_s: float = PATIENCE_S) -> N
 
 
 class Watcher:
-    """A client that is told of all members."""
+    """A client that watches all roles."""
 
     def __init__(self, address: str):
         self.client = connect(address)
@@ -203,4 +203,4 @@ def test_a_store_that_may_open_too_few_files_says_so_at_its_start():
     command = [sys.executable, "-m", "headrace.comm.store", "--expect", "5000"]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=PATIENCE_S, check=False)
     assert done.returncode == 2
-    assert done.stderr == "5000 processes need as many open files, and this process may have 100 (ulimit -Hn)\n"
+    assert done.stderr == "the store needs an open file for each of 5000 processes, and its limit is 100 (ulimit -Hn)\n"
