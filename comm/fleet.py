@@ -83,7 +83,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def announce(self, **info: str) -> None:
-        """Add facts about this member; the others see them within a heartbeat."""
+        """Add facts about this member; the others are told at once."""
 
     @abstractmethod
     def open_link(self, name: str, end: int, deadline_s: float, backend: str = "tcp") -> Link:

@@ -28,18 +28,22 @@ TELL_S = 0.02
 """Changes of members within this time are told together."""
 HANDSHAKE_S = 10.0
 MOST_STRANGERS = 256
-"""Connections that may be open before their hand-shake; of more the oldest is closed."""
+"""Connections that may be open before their hand-shake, beside those of all expected members; of more the oldest is closed."""
 _CLOSE_S = 10.0
 
 
 class StoreServer:
     """A store in this process, on one interface; `address` is "host:port", and port 0 takes a free one. It serves from `start` to `close`."""
 
-    def __init__(self, interface: str, secret: bytes, port: int = 0, tls: TlsIdentity | None = None) -> None:
+    def __init__(
+        self, interface: str, secret: bytes, port: int = 0, tls: TlsIdentity | None = None, num_expected: int = 0
+    ) -> None:
+        """num_expected: the members that may connect at once."""
         self.state = StoreState()
         """To be read in the thread of the server alone, or once it is closed."""
         self._listener, self.address = listen(interface, port)
         self._secret = secret
+        self._num_expected = num_expected
         self.tls = tls
         self._clients: dict[int, _Connection] = {}
         self._strangers: dict[int, _Connection] = {}
@@ -82,7 +86,7 @@ class StoreServer:
         """Count a connection as a stranger, and return its number."""
         self._num_clients += 1
         self._strangers[self._num_clients] = connection
-        if len(self._strangers) > MOST_STRANGERS:
+        if len(self._strangers) > MOST_STRANGERS + self._num_expected:
             oldest = next(iter(self._strangers))
             self._strangers.pop(oldest).transport.abort()  # a client proves in milliseconds that it is one
         self._loop.call_later(HANDSHAKE_S, self._end_stranger, self._num_clients)
