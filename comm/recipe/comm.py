@@ -12,8 +12,8 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     interface: str = "auto"
     """Where each host listens: an interface, an address, a network (`10.0.0.0/8`), or `auto`: by the route to the first host."""
-    heartbeat_s: Annotated[float, Meta(ge=0.01, le=MAX_SECONDS)] = 0.3
-    """Seconds between two heartbeats of a process."""
+    heartbeat_s: Annotated[float, Meta(ge=0.01, le=MAX_SECONDS)] = 1.0
+    """Seconds between two signs of life of a process."""
     expiry_s: Annotated[float, Meta(ge=0.1, le=MAX_SECONDS)] = 10.0
     """Seconds without a heartbeat after which a process counts as dead; the end of its connection counts at once."""
     deadline_s: Annotated[float, Meta(ge=0.1, le=MAX_SECONDS)] = 300.0

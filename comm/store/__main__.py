@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     parent = os.getppid()
     secret = os.environ.get("HEADRACE_SECRET", "").encode()
     tls = TlsIdentity() if arguments.tls else None
-    server = StoreServer(arguments.interface, secret, arguments.port, tls)
+    server = StoreServer(arguments.interface, secret, arguments.port, tls, arguments.expect)
     if arguments.recipe is not None:
         server.state.values[RECIPE_KEY] = arguments.recipe.read_bytes()
         _write_address(arguments.recipe.parent / ADDRESS_FILE, server.address, arguments.start)

@@ -175,13 +175,18 @@ class StoreClient:
         join_thread(self._threads[1], _FLUSH_S)
 
     def _send_all(self) -> None:
-        """Send queued requests, and a heartbeat after `heartbeat_s` without one. Ends with `close`."""
+        """Send queued requests, and a heartbeat in each period: its answer shows that the store lives. Ends with `close`."""
+        due = time.monotonic() + self._heartbeat_s
         try:
             while True:
+                if (remaining_s := due - time.monotonic()) <= 0:
+                    self._channel.send(encode_message(Beat()))
+                    due = time.monotonic() + self._heartbeat_s
+                    continue
                 try:
-                    request = self._outbox.get(timeout=self._heartbeat_s)
+                    request = self._outbox.get(timeout=remaining_s)
                 except queue.Empty:
-                    request = Beat()
+                    continue
                 if request is None:
                     return
                 self._channel.send(encode_message(request))

@@ -28,18 +28,22 @@ TELL_S = 0.02
 """Seconds for which changes of members are collected before they are sent."""
 HANDSHAKE_S = 10.0
 MOST_STRANGERS = 256
-"""Most connections that have not finished the handshake; beyond that the oldest is closed."""
+"""Most connections that have not finished the handshake, beside those of the expected members; beyond that the oldest is closed."""
 _CLOSE_S = 10.0
 
 
 class StoreServer:
     """A store in this process, on one interface. It serves from `start` to `close`; its `address` is "host:port"."""
 
-    def __init__(self, interface: str, secret: bytes, port: int = 0, tls: TlsIdentity | None = None) -> None:
+    def __init__(
+        self, interface: str, secret: bytes, port: int = 0, tls: TlsIdentity | None = None, num_expected: int = 0
+    ) -> None:
+        """num_expected: the members that may connect at once."""
         self.state = StoreState()
         """Only the server's thread may read it, until the server is closed."""
         self._listener, self.address = listen(interface, port)
         self._secret = secret
+        self._num_expected = num_expected
         self.tls = tls
         self._clients: dict[int, _Connection] = {}
         self._strangers: dict[int, _Connection] = {}
@@ -82,7 +86,7 @@ class StoreServer:
         """Register a new connection, which has not proved the secret yet; returns its number."""
         self._num_clients += 1
         self._strangers[self._num_clients] = connection
-        if len(self._strangers) > MOST_STRANGERS:
+        if len(self._strangers) > MOST_STRANGERS + self._num_expected:
             oldest = next(iter(self._strangers))
             self._strangers.pop(oldest).transport.abort()  # a client's handshake takes milliseconds
         self._loop.call_later(HANDSHAKE_S, self._end_stranger, self._num_clients)

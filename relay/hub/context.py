@@ -49,19 +49,21 @@ class HubContext:
 
     def drop_rows(self, rows: Iterable[RowId]) -> None:
         """Tell all relays to drop the bytes of these rows' attempts, which the journal does not have as ready."""
-        self.send_drops(self._keys_by_relay(rows, everywhere=True))
+        keys = [row_id.key(self.state.groups[row_id.group].rows[row_id.sample].attempt) for row_id in rows]
+        if keys:
+            self.send_drops(dict.fromkeys(sorted(self.relays), keys))
 
     def send_drops(self, keys: Mapping[str, list[str]]) -> None:
         """Tell relays to drop rows, by the keys of their bytes."""
         for relay, dropped in keys.items():
             self.mailbox.send(relay, DropRows(dropped))
 
-    def _keys_by_relay(self, rows: Iterable[RowId], *, everywhere: bool = False) -> dict[str, list[str]]:
-        """The keys of these rows by the relays that store them, or by all relays."""
+    def _keys_by_relay(self, rows: Iterable[RowId]) -> dict[str, list[str]]:
+        """The keys of these rows by the relays that store them."""
         found: dict[str, list[str]] = {}
         for row_id in rows:
             row = self.state.groups[row_id.group].rows[row_id.sample]
-            for relay in self.relays if everywhere else map(process_of, row.storage_ids):
+            for relay in map(process_of, row.storage_ids):
                 found.setdefault(relay, []).append(row_id.key(row.attempt))
         return found
 

@@ -62,7 +62,7 @@ class Evaluations(Handler):
             self.give_up("no rollout has its version any more")
         self._begin_if_due(self.prompts, request, may_go_back=may_go_back)
         version = self.log.begun.version if self.log.begun is not None and self.log.open else -1
-        goes_back = self._is_left_behind(request) and all(row.holder != holder for _, row in self.state.leased())
+        goes_back = self._is_left_behind(request) and holder not in self.state.held
         if request.version != version and not goes_back:
             return request.version, []
         return version, self._share(self.prompts, holder, request, samples_per_prompt)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from ...comm.disk import say
 from ...comm.recipe import QueueSettings
-from ..journal.records import RowStatus
 from .context import Handler, HubContext
 from .dispatch import Dispatcher
 from .telemetry import FleetStats
@@ -133,7 +132,7 @@ class Health(Handler):
 
     def _may_end(self, has_rollouts: bool) -> bool:
         """Whether it is for the rollouts to move. A trainer at work may take any time, and a drained run waits for rollouts."""
-        is_drained = self.state.drained and not self.state.leased()
+        is_drained = self.state.drained and not self.state.held
         return self.dispatcher.trainer_waits and has_rollouts and not is_drained and not self.context.awaits_queue
 
     def _progress(self) -> tuple[object, ...]:
@@ -167,10 +166,9 @@ class Health(Handler):
             return f"the trainer does not ask for groups; it has {len(state.in_training)} of this step in hand"
         if state.evaluations.num_leased:
             return f"an evaluation is under way, with {state.evaluations.open} samples to go"
-        holders = sorted({row.holder for _, row in state.leased()})
-        if holders:
-            num_leased = len(state.rows(RowStatus.LEASED))
-            return f"the trainer waits for groups, {num_leased} trajectories are with {', '.join(holders)}"
+        if state.held:
+            num_leased = sum(map(len, state.held.values()))
+            return f"the trainer waits for groups, {num_leased} trajectories are with {', '.join(sorted(state.held))}"
         if self._has_complete_group():
             return "the trainer waits for groups, which wait for the tasks of the queue"
         return "the trainer waits for groups, and no rollout has any"

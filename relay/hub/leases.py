@@ -59,14 +59,11 @@ class Leases(Handler):
     def on_process_death(self, process: str, reason: str) -> None:
         """The rows leased to a process are wanted again."""
         self._requests.pop(process, None)
-        leased = [(row_id, row) for row_id, row in self.state.leased() if row.holder == process]
+        leased = list(self.state.held.get(process, {}).items())
         for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
             self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason, died=True))
         # The process may have died between writing a row and reporting it: those bytes have no reader.
         self.context.drop_rows(row_id for row_id, _ in leased if not row_id.is_evaluation)
-
-    def holders(self) -> set[str]:
-        return {row.holder for _, row in self.state.leased()}
 
     def repeat_grants(self) -> None:
         """Send the last grant of each holder again: the hub before may not have sent it. A holder that has it ignores it.
@@ -115,7 +112,7 @@ class Leases(Handler):
         self._stop_if_empty(holder)
 
     def _stop_if_empty(self, holder: str) -> None:
-        if holder not in self.holders():
+        if holder not in self.state.held:
             self.context.mailbox.send(holder, Stop("drained"))
 
     def _rest_of(self, holder: str, grant: Grant) -> LeaseGrant:
@@ -153,7 +150,7 @@ class Leases(Handler):
     def _may_go_back(self, holder: str, request: LeaseRequest) -> bool:
         """Whether a rollout may continue trajectories of a dead one on an older version than its own: it has no work of its own."""
         has_begun = request.can_continue and self.partials.rows and self.state.unassigned
-        return bool(has_begun) and holder not in self.holders()
+        return bool(has_begun) and holder not in self.state.held
 
     def _grant(self, holder: str, request: LeaseRequest, version: int | None, share: int) -> bool:
         """Lease groups to a holder, at most `share` new ones, since one that decodes all of them alone is slow.

@@ -9,7 +9,6 @@ Consumes its mailbox and waits for messages alone, at most `WATCH_S`; any proces
 
 import logging
 import signal
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,9 +143,8 @@ class HubLoop:
 
     def _status(self) -> StatusReport:
         state = self.hub.state
-        leased = Counter(row.holder for _, row in state.leased())
         members = [
-            MemberStatus(member.name, member.host_name, member.incarnation, leased[member.name])
+            MemberStatus(member.name, member.host_name, member.incarnation, len(state.held.get(member.name, ())))
             for member in self.fleet.members()
             if member.is_alive
         ]
@@ -165,7 +163,7 @@ class HubLoop:
         present = {storage_id_of(relay.name, relay.incarnation) for relay in self.fleet.alive_members("relay")}
         for unit in sorted(stored - present):
             self.hub.on_storage_lost(unit, "gone while the hub was started again")
-        for holder in sorted(self.hub.leases.holders()):
+        for holder in sorted(state.held):
             if holder not in living or living[holder].incarnation != state.incarnations[holder]:
                 self.hub.on_process_death(holder, "gone while the hub was started again")
         for record in state.tasks.values():

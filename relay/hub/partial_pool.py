@@ -60,11 +60,12 @@ class PartialPool(Handler):
 
     def on_process_death(self, process: str, reason: str) -> None:
         """First tokens that a dead rollout may have written and did not report have no reader."""
-        for row_id, row in self.state.leased():
+        for row_id, row in self.state.held.get(process, {}).items():
             known = self.rows.get(row_id)
-            if row.holder == process and (known is None or known.attempt != row.attempt):
+            if known is None or known.attempt != row.attempt:
+                key = row_id.partial_key(row.attempt)
                 for relay in self.context.relays:
-                    self._unneeded[relay].append(row_id.partial_key(row.attempt))
+                    self._unneeded[relay].append(key)
 
     def on_storage_lost(self, storage_id: str) -> None:
         """Forget what this unit alone had."""

@@ -98,7 +98,7 @@ class Shutdown:
         holdings = self._collect(HeldRows, rollouts)
         extra_s = self.grace_s if end.status == "interrupted" else 0.0
         done = done or next(iter(self._collect(TrainingDone, actors, extra_s).values()), None)
-        for holder in sorted(hub.leases.holders()):
+        for holder in sorted(hub.state.held):
             # The next incarnation of a process that died after its `Stop` answers in its place, and has none of its rows.
             if holder not in holdings or holdings[holder].incarnation > hub.state.incarnations[holder]:
                 hub.on_process_death(holder, "gone when the run ended")

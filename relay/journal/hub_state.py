@@ -48,6 +48,8 @@ class HubState:
     """Times since the last start that the trainer died because the memory of a GPU was full."""
     ended: str = ""
     groups: dict[GroupId, Group] = field(default_factory=dict)
+    held: dict[str, dict[RowId, Row]] = field(default_factory=dict)
+    """The leased rows of each rollout that has some, those of an evaluation included: a death looks through no others."""
     unassigned: dict[GroupId, None] = field(default_factory=dict)
     in_training: list[GroupId] = field(default_factory=list)
     queue: QueueIndex = field(default_factory=QueueIndex)
@@ -91,10 +93,19 @@ class HubState:
         """The rows of the queue and of training with one of these statuses, and their names."""
         return [(group.row_id(s), group.rows[s]) for group in self.groups.values() for s in group.samples(*statuses)]
 
-    def leased(self) -> list[tuple[RowId, Row]]:
-        """Every trajectory that a rollout holds, those of an evaluation included."""
-        groups = (*self.groups.values(), *self.evaluations.groups.values())
-        return [(group.row_id(s), group.rows[s]) for group in groups for s in group.samples(RowStatus.LEASED)]
+    def lease(self, row_id: RowId, row: Row, holder: str) -> None:
+        """A rollout has a row from now on."""
+        row.status = RowStatus.LEASED
+        row.holder = holder
+        self.held.setdefault(holder, {})[row_id] = row
+
+    def end_lease(self, row_id: RowId, row: Row) -> None:
+        """No rollout has a row any more; its new status is the caller's."""
+        if row.status is RowStatus.LEASED:
+            rows = self.held[row.holder]
+            del rows[row_id]
+            if not rows:
+                del self.held[row.holder]
 
     def group(self, group_id: GroupId) -> Group | None:
         """An open group, of training or of the evaluation under way."""

@@ -57,6 +57,7 @@ def _(event: ev.Opened, state: HubState) -> None:
         for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
             group.rows[sample].reset()
         state.unassigned[group.id] = None
+    state.held.clear()
     state.window.open()
     state.losses = Losses(began=event.t)
     state.evaluations.reopen()
@@ -85,10 +86,9 @@ def _(event: ev.Leased, state: HubState) -> None:
         row = group.rows[sample]
         assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
-        row.status = RowStatus.LEASED
+        state.lease(group.row_id(sample), row, event.holder)
         row.attempt = event.attempt
         row.version = event.version if event.oldest is None else event.oldest
-        row.holder = event.holder
     state.evaluations.num_leased += len(event.samples) * event.group.is_evaluation
     state.queue.update(group)
     state.incarnations[event.holder] = event.request_id >> 32
@@ -105,9 +105,11 @@ def _(event: ev.Returned, state: HubState) -> None:
     if event.died:
         state.window.disturb()
     for sample in group.samples(RowStatus.LEASED):
-        if group.rows[sample].attempt != event.attempt:
+        row = group.rows[sample]
+        if row.attempt != event.attempt:
             continue
-        group.rows[sample].status = RowStatus.WANTED
+        state.end_lease(group.row_id(sample), row)
+        row.status = RowStatus.WANTED
         if event.group.is_evaluation:
             state.evaluations.num_leased -= 1
         else:
@@ -122,7 +124,8 @@ def _(event: ev.Moved, state: HubState) -> None:
         assert row is not None and row.status is RowStatus.LEASED, f"row {row_id} is not leased"
         assert row.holder == event.source, f"row {row_id} is held by {row.holder}"
         assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
-        row.holder = event.holder
+        state.end_lease(row_id, row)
+        state.lease(row_id, row, event.holder)
         row.attempt = attempt
     state.incarnations[event.holder] = event.request_id >> 32
     state.num_moved += len(event.rows) * (event.source != event.holder)
@@ -133,6 +136,7 @@ def _(event: ev.RowReady, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
     assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
+    state.end_lease(event.row, row)
     row.status = RowStatus.READY
     row.storage_ids = list(event.units)
     row.version = event.version
@@ -180,6 +184,8 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
         return
     assert group.step is None, f"group {event.group} is handed out"
     rows = group.samples(RowStatus.WANTED, RowStatus.LEASED)
+    for sample in rows:
+        state.end_lease(group.row_id(sample), group.rows[sample])
     ready = group.row_ids(RowStatus.READY)
     state.account.failed += len(rows)
     state.failures[event.reason] += len(rows)
@@ -195,6 +201,7 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
 def _(event: ev.RowFailed, state: HubState) -> None:
     row = state.row(event.row)
     assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
+    state.end_lease(event.row, row)
     row.status = RowStatus.FAILED
     state.account.failed += 1
     state.failures[event.reason] += 1
@@ -213,6 +220,8 @@ def _(event: ev.EvaluationBegun, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.Evaluated, state: HubState) -> None:
+    if (row := state.row(event.row)) is not None:
+        state.end_lease(event.row, row)
     end_sample(event, state.evaluations)
 
 
@@ -226,6 +235,7 @@ def _(event: ev.RowsLost, state: HubState) -> None:
         assert row.status in (RowStatus.LEASED, RowStatus.READY), f"row {row_id} is {row.status.name}"
         state.regenerated += row.status is RowStatus.READY
         group = state.groups[row_id.group]
+        state.end_lease(row_id, row)
         row.reset()
         state.release([row_id])
         state.unassigned[group.id] = None
@@ -239,17 +249,18 @@ def _(event: ev.RowsLost, state: HubState) -> None:
 def _(event: ev.UnitLost, state: HubState) -> None:
     state.lost_storage_ids.add(event.unit)
     state.window.disturb()
-    for row_id, row in state.rows(RowStatus.READY):
-        if event.unit not in row.storage_ids:
-            continue
-        row.storage_ids = [unit for unit in row.storage_ids if unit != event.unit]
-        if not row.storage_ids and state.groups[row_id.group].step is None:
-            state.regenerated += 1
-            state.losses.lose(1, event.reason)
-            row.reset()
-            state.release([row_id])
-            state.unassigned[row_id.group] = None
-            state.queue.update(state.groups[row_id.group])
+    for group in state.groups.values():
+        for sample, row in enumerate(group.rows):
+            if event.unit not in row.storage_ids:
+                continue
+            row.storage_ids = [unit for unit in row.storage_ids if unit != event.unit]
+            if not row.storage_ids and group.step is None:
+                state.regenerated += 1
+                state.losses.lose(1, event.reason)
+                row.reset()
+                state.release([group.row_id(sample)])
+                state.unassigned[group.id] = None
+                state.queue.update(group)
 
 
 @_change.register

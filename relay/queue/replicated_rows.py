@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 COPIES = 2
 RETRY_S = 0.05
-HEARTBEATS = 20
-"""Heartbeats within which every process hears of a new unit."""
+ANNOUNCED_S = 5.0
+"""Seconds within which every process hears of a new unit."""
 
 
 class RowNotFound(HeadraceError):
@@ -137,10 +137,9 @@ class ReplicatedRows:
             return self._clients[storage_id]
 
     def _address(self, storage_id: str) -> str:
-        """A message about a relay's next unit may arrive before the heartbeat that announces it: waits for a few of them."""
-        settings = self._fleet.settings
+        """A message about a relay's next unit may arrive before its address does: waits a moment for that."""
         try:
-            with waiting(f"unit {storage_id}", "its address", HEARTBEATS * settings.heartbeat_s) as wait:
+            with waiting(f"unit {storage_id}", "its address", ANNOUNCED_S) as wait:
                 return wait.until(lambda: self._announced(storage_id), RETRY_S)
         except WaitTimeout as timeout:
             raise PeerGone(f"unit {storage_id} is not announced") from timeout

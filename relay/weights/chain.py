@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .transfer import VersionSender
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.1
+"""Seconds between two looks for a successor while there is none."""
 
 
 def chain_order(relays: "Sequence[Member]") -> "list[Member]":
@@ -74,7 +76,7 @@ class Chain:
         while not self._stop.is_set():
             successor = self._successor()
             if successor is None:
-                self._stop.wait(self._fleet.settings.heartbeat_s)
+                self._stop.wait(_LOOK_S)
                 continue
             try:
                 self._send_to(successor)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .checkpoint_source import CheckpointSource
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.1
+"""Seconds between two looks for a relay while there is none."""
 _DIGEST_S = 600.0
 """Seconds within which a digest of all weights must be ready; only a machine that stands still takes longer."""
 
@@ -189,7 +191,7 @@ class WeightMirror:
         while not self._stop.is_set():
             relays = self._fleet.alive_members("relay", having="segment")
             if not relays:
-                self._stop.wait(self._settings.heartbeat_s)
+                self._stop.wait(_LOOK_S)
                 continue
             try:
                 self._receive_from(relays[turn % len(relays)].name)

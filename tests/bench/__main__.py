@@ -91,6 +91,9 @@ CATALOGUE = (
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
     Workload("hub-events-4096-groups", "hub", "hub.starving_trainer",
              "the same with 4,096 groups in the queue and a trainer that waits for the first"),
+    Workload("members", "hub", "members.members",
+             "members of many hosts on one store: its CPU and memory; seconds until the hub acts on deaths (--hosts, --members, --kill)",
+             tuple(f"members-{row}" for row in ("join", "cpu", "memory", "hub-cpu", "close", "kill", "freeze", "crash"))),
     Workload("learning-rates", "learning", "learning.rates",
              "steps and seconds to a reward, headrace over sync at several learning rates (--seeds, --policy)"),
     Workload("learning-corrections", "learning", "learning.corrections",
@@ -148,7 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to this file")
     defaults = Options()
     parser.add_argument("--megabytes", type=int, default=defaults.megabytes, help="of a version (tcp-link, shm-copies)")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="duration of `load`")
+    parser.add_argument(
+        "--seconds", type=float, default=defaults.seconds, help="duration of `load` and of the steady part of `members`"
+    )
     parser.add_argument("--events", type=int, default=defaults.events, help="events of the journal (journal-replay)")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has TransferQueue (units)")
     parser.add_argument("--trl-python", metavar="PATH", help="interpreter that has TRL (trainer-step, end-to-end)")
@@ -160,6 +165,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="duration of `chaos`")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of the random choices of `chaos`")
+    parser.add_argument("--hosts", type=int, default=defaults.hosts, help="host processes (members)")
+    parser.add_argument(
+        "--members", type=int, default=defaults.members, help="of each host, one of them a relay (members)"
+    )
+    parser.add_argument(
+        "--kill", type=int, default=defaults.kill, help="members whose hosts are killed at once (members)"
+    )
     return parser
 
 

@@ -41,6 +41,9 @@ class Options:
     policy: str | None = None
     minutes: float = 30.0
     seed: int = 0
+    hosts: int = 128
+    members: int = 9
+    kill: int = 100
 
 
 class Measurement(msgspec.Struct, frozen=True):

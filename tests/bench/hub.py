@@ -63,7 +63,7 @@ def _measure(name: str, num_queued: int) -> list[Measurement]:
             fleet = Fleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
             rollout, step = fleet.open_mailbox("rollout-0"), [0]
             generating = pool.submit(_generate, rollout, step, num_queued)
-            _train(fleet.open_mailbox("actor-0"), step)
+            train(fleet.open_mailbox("actor-0"), step, _STEPS, _PROMPTS)
             rollout.send("rollout-0", Stop("finished"))
             generating.result(_DEADLINE_S)
             assert hub.process.wait(_DEADLINE_S) == 0
@@ -79,20 +79,20 @@ def _measure(name: str, num_queued: int) -> list[Measurement]:
     return [Measurement(name, "5,000 a second", rate, "1/s", rate / 5000)]
 
 
-def _train(mailbox: Mailbox, step: list[int]) -> None:
-    """The trainer: it takes the groups of each step and trains them in no time."""
-    while step[0] < _STEPS:
+def train(mailbox: Mailbox, step: list[int], num_steps: int, num_prompts: int) -> None:
+    """The trainer: it takes the groups of each step, `num_prompts`, and trains them in no time. `step` has the present one."""
+    while step[0] < num_steps:
         received = 0
         is_complete = False
         while not is_complete:
-            mailbox.send("hub", RequestRows(step[0] * _PROMPTS + received, ["train"], step[0], received))
+            mailbox.send("hub", RequestRows(step[0] * num_prompts + received, ["train"], step[0], received))
             answer = _expect(mailbox, TrainBatch)
             assert answer is not None, "the hub ended the run"
             received += len(answer.groups)
             is_complete = answer.ends_step
         mailbox.send("hub", StepTrained(step[0]))
         step[0] += 1
-    mailbox.send("hub", TrainingDone(_STEPS, {}))
+    mailbox.send("hub", TrainingDone(num_steps, {}))
 
 
 def _generate(mailbox: Mailbox, step: list[int], num_groups: int) -> None:

@@ -41,7 +41,7 @@ class EvaluatedPlay(Play):
 def move(play: EvaluatedPlay) -> None:
     """All samples go to rollout 1."""
     play.order(play.begin(), play.rollouts[1])
-    play.until(lambda: {row.holder for _, row in play.hub.state.leased()} == {"rollout-1"})
+    play.until(lambda: list(play.hub.state.held) == ["rollout-1"])
 
 
 def kill(play: EvaluatedPlay) -> None:

@@ -144,8 +144,12 @@ class Checks:
             assert mixes or row.num_versions == 1, f"{row_id} has {row.num_versions} versions"
 
     def look(self, state: HubState) -> None:
-        """The account is balanced, and units have what the hub says."""
+        """The account is balanced, the index of leases is right, and units have what the hub says."""
         assert state.is_balanced, f"the account is not balanced: {state.account}"
+        groups = (*state.groups.values(), *state.evaluations.groups.values())
+        leased = {(group.rows[s].holder, group.row_id(s)) for group in groups for s in group.samples(RowStatus.LEASED)}
+        held = {(holder, row_id) for holder, rows in state.held.items() for row_id in rows}
+        assert held == leased, f"the index of leases differs by {held ^ leased}"
         for name, task in state.tasks.items():
             assert task.is_balanced, f"the account of task {name} is not balanced: {task}"
         units = self.run.cluster.units

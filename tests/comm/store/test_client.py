@@ -1,7 +1,9 @@
 """A process's connection to the store: values, waits, and a store that has ended or is not there yet."""
 
+import itertools
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -50,6 +52,16 @@ def test_a_value_is_awaited_until_another_process_sets_it_or_the_deadline_passes
     with pytest.raises(WaitTimeout, match="GetValue"):
         first.wait_for("another", 0.1)
     assert first.get("key") == b"value"
+
+
+def test_a_client_that_always_sends_and_hears_nothing_still_sees_that_the_store_lives(server):
+    client = StoreClient.connect(server.address, SECRET, PATIENCE_S, heartbeat_s=0.2, patience_s=1.0)
+    at_end(client.close)
+    until = time.monotonic() + 2.0
+    for sequence in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
+        client.tell(Post("nobody", "me", sequence, b""))
+        time.sleep(0.01)
+    assert client.gone is None
 
 
 def test_numbers_are_taken_once(server):

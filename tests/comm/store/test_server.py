@@ -107,6 +107,17 @@ def test_a_crowd_of_strangers_keeps_no_client_out(server, monkeypatch):
     assert len(server._strangers) <= 9
 
 
+def test_all_members_of_a_run_may_come_at_once(monkeypatch):
+    monkeypatch.setattr(server_module, "MOST_STRANGERS", 0)
+    server = StoreServer("127.0.0.1", SECRET, num_expected=8).start()
+    at_end(server.close)
+    for _ in range(8):
+        stranger = socket.create_connection(split_address(server.address), PATIENCE_S)
+        at_end(lambda stranger=stranger: hang_up(stranger))
+        assert stranger.recv(1) == b"P"  # the server has admitted it
+    assert len(server._strangers) == 8
+
+
 def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch):
     monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.2)
     server = StoreServer("127.0.0.1", SECRET).start()
