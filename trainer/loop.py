@@ -27,11 +27,11 @@ from .algorithms.objective import has_gradient
 from .balance import Balance, layout_of
 from .checkpoint import CheckpointWriter, is_evaluation
 from .learners.base import Learner, open_learner
-from .metrics import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line
+from .metrics_log import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line
 from .progress import behind_line, progress
 from .recovery import has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
-from .step_stats import StepStats
+from .step_metrics import StepMetrics
 
 _CHECKPOINTS_WITH_ROWS = 2
 CHECKPOINT_PERIOD_S = 1800.0
@@ -183,7 +183,7 @@ class Trainer:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
         started = self.clock.now()
         self.waited_s = 0.0
-        stats = StepStats()
+        stats = StepMetrics()
         fleet_metrics: dict[str, float] = {}
         evaluation: dict[str, float] = {}
         is_complete = False
@@ -345,7 +345,7 @@ class RunRecorder:
                 trainer.checkpoints.score(line)
                 self.evaluated = max(self.evaluated, int(line["eval/version"]))
 
-    def step(self, step: int, step_s: float, wait_s: float, stats: StepStats, metrics: dict[str, Value]) -> None:
+    def step(self, step: int, step_s: float, wait_s: float, stats: StepMetrics, metrics: dict[str, Value]) -> None:
         tokens = sum(row.num_tokens for row in stats.rows)
         metrics |= {
             "timing_s/step": step_s,

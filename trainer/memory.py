@@ -13,7 +13,7 @@ from ..comm.recipe import LoraSettings, Recipe
 from .policy.families import FAMILIES, Family
 
 CHUNK_BYTES = 512 << 20
-"""One chunk of logits on a GPU (`policy.head`)."""
+"""One chunk of logits on a GPU (`policy.lm_head`)."""
 HOST_CHUNK_BYTES = 4 << 20
 """One chunk of logits on a host without a GPU."""
 PROCESS = "process"

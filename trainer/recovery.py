@@ -16,7 +16,7 @@ from ..relay.checkpoints import CheckpointFolder
 from ..relay.queue.requester import POLL_S, REPEAT_S
 from ..relay.queue.stream import RunStopped
 from .step_log import StepReplay
-from .step_stats import StepStats
+from .step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from .learners.base import Learner
@@ -75,13 +75,13 @@ def has_rows(learner: "Learner", run_dir: Path, step: int, run_id: str) -> bool:
     return not learner.group.all_reduce_max([float(not is_there)])[0]
 
 
-def train_again(learner: "Learner", run_dir: Path, step: int, num_parts: int = 1) -> tuple[StepStats, dict[str, Any]]:
+def train_again(learner: "Learner", run_dir: Path, step: int, num_parts: int = 1) -> tuple[StepMetrics, dict[str, Any]]:
     """Train a step again from the rows in the run folder; returns its statistics and metrics. A collective of all ranks.
 
     Each micro-batch is trained in `num_parts` parts, for a GPU that has no memory for a whole one. Raises `SettingError` if the rows are missing, or if another number of ranks trained them.
     """
     saved = StepReplay(run_dir, step, learner.group.rank)
-    stats = StepStats()
+    stats = StepMetrics()
     saved.check_ranks(learner.group.size)
     fleet_metrics: dict[str, float] = {}
     with saved.same_threads():

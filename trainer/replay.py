@@ -22,7 +22,7 @@ from .actor_group import ActorGroup
 from .learners.actor import Actor
 from .policy.model import default_device
 from .step_log import StepReplay
-from .step_stats import StepStats
+from .step_metrics import StepMetrics
 
 COMPARED = ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "is/mean")
 
@@ -91,7 +91,7 @@ def _train(recipe: Recipe, rank: int, steps: list[int], folder: str) -> Iterator
     actor = Actor(recipe, group)
     for step in steps:
         saved = StepReplay(Path(recipe.run.dir), step, rank)
-        stats = StepStats()
+        stats = StepMetrics()
         with saved.same_threads():
             for batch in saved.batches():
                 actor.accumulate(batch, stats)

@@ -29,7 +29,7 @@ from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.micro_batches import rounds
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.learners.actor import Actor
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 from .harness import BenchProcess, Measurement, Options, command, peer_environment
 from .policies import policy_folder
@@ -126,7 +126,7 @@ def _serve(folder: Path) -> None:
     before = resident_bytes("VmRSS")
     print("ready", flush=True)
     for _ in sys.stdin:
-        started, stats = time.process_time(), StepStats()
+        started, stats = time.process_time(), StepMetrics()
         actor.accumulate(batch, stats)
         actor.step(stats)
         print(json.dumps([time.process_time() - started, resident_bytes("VmHWM") - before]), flush=True)

@@ -17,7 +17,7 @@ from headrace.comm.recipe import Recipe
 from headrace.launch.lab.emulated.learner import EmulatedLearner
 from headrace.launch.lab.virtual.training import VirtualPublisher
 from headrace.relay.queue.batch import Batch
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 REFERENCE_TOKEN_S = 0.0005
 """Emulated seconds of the reference, for each token."""
@@ -53,7 +53,7 @@ class LineageLearner(EmulatedLearner):
         self._rows: list[str] = []
         self._has_reference = recipe.roles.reference > 0
 
-    def accumulate(self, batch: Batch, stats: StepStats) -> None:
+    def accumulate(self, batch: Batch, stats: StepMetrics) -> None:
         """Raises `AssertionError` if a row has another one's reference column, or none."""
         for row in batch.rows if self._has_reference else ():
             columns = batch.columns[row.key]
@@ -62,7 +62,7 @@ class LineageLearner(EmulatedLearner):
         self._rows += [row.key for row in batch.rows]
         super().accumulate(batch, stats)
 
-    def step(self, stats: StepStats) -> dict[str, float]:
+    def step(self, stats: StepMetrics) -> dict[str, float]:
         rows, self._rows = sorted(self._rows), []
         self._on_step(self.version, rows)
         self.digest = hashlib.sha256(" ".join([self.digest, *rows]).encode()).hexdigest()[:12]

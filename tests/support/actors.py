@@ -18,7 +18,7 @@ from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.micro_batches import rounds
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.learners.builtin import Actor
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 DEADLINE_S = 120.0
 TESTS = Path(__file__).resolve().parents[1]
@@ -78,7 +78,7 @@ def explode(batch: Batch) -> Batch:
 
 def train(actor: Actor, batches: list[Batch]) -> dict[str, Any]:
     """One step with these batches; its metrics."""
-    stats, version = StepStats(), actor.version
+    stats, version = StepMetrics(), actor.version
     for batch in batches:
         actor.accumulate(batch, stats)
     return {**actor.step(stats), **stats.metrics(version)}

@@ -25,7 +25,7 @@ from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import CheckpointWriter, load_state, save_state, staged
 from headrace.trainer.learners.builtin import Actor
 from headrace.trainer.policy.model import load_tokenizer, save_policy
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 ALONE = ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=10)
 
@@ -63,7 +63,7 @@ def batch_of(step: int) -> Batch:
 def train(actor: Actor, num_steps: int) -> list[float]:
     norms = []
     for step in range(actor.version, actor.version + num_steps):
-        stats = StepStats()
+        stats = StepMetrics()
         actor.accumulate(batch_of(step), stats)
         norms.append(actor.step(stats)["actor/grad_norm"])
     return norms

@@ -25,7 +25,7 @@ from headrace.trainer.batch import Trajectory, pack
 from headrace.trainer.learners.optimizer import open_optimizer
 from headrace.trainer.logprobs import packed_logprobs
 from headrace.trainer.memory import PolicySizes, actor_memory, wants_checkpointing
-from headrace.trainer.policy import head
+from headrace.trainer.policy import lm_head
 from headrace.trainer.policy.lora import adapter_shapes, add_adapter, target_layers
 from headrace.trainer.policy.model import load_policy
 
@@ -113,7 +113,7 @@ def test_the_estimate_is_within_15_percent_of_a_policy_that_trains(
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "head_dim": 32}
     path = tiny_policy(tmp_path, family, **(wide | {"num_hidden_layers": 4} | changes))
     chunk = 1 << 18
-    monkeypatch.setitem(head._CHUNK_BYTES, "cpu", chunk)
+    monkeypatch.setitem(lm_head._CHUNK_BYTES, "cpu", chunk)
     recipe = Recipe(
         model=ModelSettings(dtype=dtype),
         lora=LoraSettings(rank=rank),

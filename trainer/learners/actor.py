@@ -19,7 +19,7 @@ from ..batch import PADDING_TRAJECTORY, PackedBatch, TrajectoryBatch, check_toke
 from ..checkpoint import TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
 from ..policy.routers import recorded_routers
-from ..step_stats import StepStats
+from ..step_metrics import StepMetrics
 from .advantages import add_advantages
 from .critic import Critic
 from .optimizer import Update, Updater, learning_rate
@@ -67,7 +67,7 @@ class Actor:
         """Learning rate of the step in progress."""
         return learning_rate(self.recipe.optimizer, self.version, self.recipe.run.steps)
 
-    def accumulate(self, batch: Batch, stats: StepStats) -> None:
+    def accumulate(self, batch: Batch, stats: StepMetrics) -> None:
         """Train a batch of the step in progress; a collective of all ranks."""
         started = time.monotonic()
         check_tokens(batch, self.policy.vocab_size)
@@ -84,7 +84,7 @@ class Actor:
             self._train([taken], stats)
         self._update_s += time.monotonic() - started
 
-    def step(self, stats: StepStats) -> dict[str, float]:
+    def step(self, stats: StepMetrics) -> dict[str, float]:
         """Finish the updates of the step; returns their metrics. A collective of all ranks."""
         started = time.monotonic()
         if self.needs_whole_step:
@@ -127,7 +127,7 @@ class Actor:
     def _add_advantages(self, batches: Sequence[TrajectoryBatch]) -> None:
         add_advantages(batches, self.recipe.algorithm, self.recipe.sampling.max_new_tokens, self.group)
 
-    def _train(self, batches: Sequence[TrajectoryBatch], stats: StepStats) -> None:
+    def _train(self, batches: Sequence[TrajectoryBatch], stats: StepMetrics) -> None:
         """Accumulate the gradients of batches, and update the weights where a part of the step's groups ends."""
         for batch in batches:
             if self._keeps_proximal and 0 < len(self.updates) < self.recipe.batch.updates_per_version:
@@ -146,7 +146,7 @@ class Actor:
             if self._num_groups in self.recipe.batch.update_ends[:-1]:
                 self._update()
 
-    def _backward(self, batch: PackedBatch, stats: StepStats, *, needs_gradient: bool) -> Tensor:
+    def _backward(self, batch: PackedBatch, stats: StepMetrics, *, needs_gradient: bool) -> Tensor:
         """Add the gradient of a micro-batch, unless it has none, and its figures; returns its log-probs [R]."""
         router_coef = self.recipe.algorithm.router_aux_coef
         routers = recorded_routers(self.policy, is_needed=router_coef > 0)

@@ -11,7 +11,7 @@ from ...comm.plugins import adapter_class
 from ...comm.recipe import Recipe
 from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
-from ..step_stats import StepStats
+from ..step_metrics import StepMetrics
 
 _LEARNERS = {
     "builtin": ".builtin:ActorLearner",
@@ -32,7 +32,7 @@ class Learner(Protocol):
         """The version in training: the number of steps so far."""
         ...
 
-    def accumulate(self, batch: Batch, stats: StepStats) -> None:
+    def accumulate(self, batch: Batch, stats: StepMetrics) -> None:
         """Add the gradient of this rank's micro-batches, and the batch to `stats`; a collective of all ranks."""
         ...
 
@@ -40,7 +40,7 @@ class Learner(Protocol):
         """Of the initial policy, for the task `reference`: [R] for each of this rank's rows; a collective of all ranks."""
         ...
 
-    def step(self, stats: StepStats) -> dict[str, float]:
+    def step(self, stats: StepMetrics) -> dict[str, float]:
         """Finish the updates of the step; returns their metrics."""
         ...
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import Attention, AttentionSpec, rope_table, window_of
+from .decode_linear import DecodeLinear
 from .exact.blocks import products_of
 from .families import is_llama_line
-from .fused_linear import FusedLinear
 
 if TYPE_CHECKING:
     from .exact.operators import ExactOperators
@@ -45,13 +45,13 @@ class ProjectionAttention(Protocol):
 
 class _Layer(NamedTuple):
     input_norm: Tensor
-    qkv: FusedLinear
+    qkv: DecodeLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: FusedLinear
+    out: DecodeLinear
     post_norm: Tensor
-    gate_up: FusedLinear
-    down: FusedLinear
+    gate_up: DecodeLinear
+    down: DecodeLinear
     spec: AttentionSpec
 
 
@@ -103,13 +103,13 @@ class LeanDecoder:
         q_norm, k_norm = (None if norm is None else norm.weight.detach() for norm in norms)
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
-            qkv=FusedLinear(*zip(*qkv, strict=True)),
+            qkv=DecodeLinear(*zip(*qkv, strict=True)),
             q_norm=q_norm,
             k_norm=k_norm,
-            out=FusedLinear([attention.o_proj.weight], [out_bias]),
+            out=DecodeLinear([attention.o_proj.weight], [out_bias]),
             post_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=FusedLinear(gate_up),
-            down=FusedLinear([mlp.down_proj.weight]),
+            gate_up=DecodeLinear(gate_up),
+            down=DecodeLinear([mlp.down_proj.weight]),
             spec=AttentionSpec(attention.scaling, window_of(self.policy.config, index)),
         )
 
@@ -153,7 +153,7 @@ class LeanDecoder:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def _add(self, matrix: FusedLinear, hidden: Tensor, x: Tensor) -> Tensor:
+    def _add(self, matrix: DecodeLinear, hidden: Tensor, x: Tensor) -> Tensor:
         """hidden plus the product with x, summed over the ranks."""
         if self.tensor_parallel.size == 1:
             return matrix.add_to(hidden, x)

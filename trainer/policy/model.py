@@ -24,7 +24,7 @@ from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .exact.decoder import ExactDecoder
 from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
-from .head import LogitsHead
+from .lm_head import LogitsHead
 from .loading import read_weights
 from .rope import LongRope, RopeRows
 from .tensor_parallel import TensorParallel, splits_for

@@ -16,7 +16,7 @@ from ....relay.weights.layout import Layout
 from ....relay.weights.publisher import WeightPublisher
 from ....relay.weights.slots import Receipt
 from ....trainer.actor_group import ActorGroup
-from ....trainer.step_stats import StepStats
+from ....trainer.step_metrics import StepMetrics
 from ..settings import lab_of
 from .transfer import EmulatedTransfer, dummy_weights
 
@@ -54,7 +54,7 @@ class EmulatedLearner:
         self._publisher = publisher or WeightPublisher(fleet, layout, recipe.comm)
         self.num_bytes = layout.num_bytes
 
-    def accumulate(self, batch: Batch, stats: StepStats) -> None:
+    def accumulate(self, batch: Batch, stats: StepMetrics) -> None:
         """Return when the devices would be done with the batch, and with the update that follows it."""
         self._begin()
         stats.add(batch)
@@ -70,7 +70,7 @@ class EmulatedLearner:
         self._sleep_for(sum(row.num_tokens for row in batch.rows) * self._token_s / 3)
         return [np.zeros(len(ids), np.float32) for ids in batch["response_ids"]]
 
-    def step(self, stats: StepStats) -> dict[str, float]:
+    def step(self, stats: StepMetrics) -> dict[str, float]:
         self.version += 1
         self._num_groups = 0
         self._weights["weights"].fill_(float(self.version))

@@ -9,7 +9,7 @@ from headrace.trainer.algorithms.gae import generalized_advantages
 from headrace.trainer.algorithms.objective import policy_loss
 from headrace.trainer.batch import PackedBatch, Trajectory, pack
 from headrace.trainer.learners.advantages import kl_penalty
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 LENGTHS = (9, 4, 7)
 INSERTED = (((2, 5), (7, 8)), ((0, 2),), ())
@@ -75,7 +75,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_drawn_tokens_alone(settings:
         assert values.grad is not None
         gradients.append(values.grad)
         found.append(torch.stack([term.detach().double() for term in terms]))
-        stats = StepStats()
+        stats = StepMetrics()
         stats.add_batch(batch, values.detach(), terms)
         metrics.append(stats._sums)  # pyright: ignore[reportPrivateUsage]
     assert torch.allclose(found[0], found[1], rtol=1e-5)

@@ -14,7 +14,7 @@ from headrace.trainer.algorithms.router_loss import load_balancing_loss
 from headrace.trainer.policy.families import FAMILIES
 from headrace.trainer.policy.model import load_policy
 from headrace.trainer.policy.routers import recorded_routers
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 EXPERTS = [name for name, family in FAMILIES.items() if family.has_experts]
 
@@ -72,7 +72,7 @@ def test_a_step_adds_the_weighted_mean_of_its_micro_batches_losses(tmp_path):
     batches = [batch_of(0, first, num_groups=2, total=2) for first in (0, 2)]
     gradients, metrics = [], {}
     for coef in (0.0, 0.5):
-        actor, stats = actor_of(recipe_of(path, algorithm__router_aux_coef=coef)), StepStats()
+        actor, stats = actor_of(recipe_of(path, algorithm__router_aux_coef=coef)), StepMetrics()
         for batch in batches:
             actor.accumulate(batch, stats)
         named = actor.policy.weights().items()

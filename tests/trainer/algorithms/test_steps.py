@@ -8,7 +8,7 @@ from support.actors import actor_of, on_two_ranks, recipe_of, train
 from support.algorithm_steps import ALGORITHMS, algorithm_recipe, batches_of, step_of, step_with
 from support.policies import tiny_policy
 
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_two_ranks_take_the_step_of_one(policy_dir: Path, tmp_path: Path):
 def test_only_an_algorithm_of_the_whole_step_waits_for_its_last_group(policy_dir: Path, name: str, waits: bool):
     recipe = algorithm_recipe(policy_dir, name)
     actor, first = actor_of(recipe), batches_of(recipe, (2, 3))[0]
-    actor.accumulate(first, StepStats())
+    actor.accumulate(first, StepMetrics())
     assert all(parameter.grad is None for parameter in actor.policy.parameters()) == waits
     actor.discard()
     assert step_of(recipe, (2, 3)) == step_with(actor, recipe, (2, 3))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.checkpoint import load_state, save_state, staged
 from headrace.trainer.learners.actor import Actor
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 # A large epsilon makes an update smooth in its gradient, so that float32 and float64 stay together.
 SMOOTH: dict[str, Any] = {
@@ -150,7 +150,7 @@ def test_a_run_that_ends_between_the_updates_of_a_step_says_so(policy_dir, capsy
     before = [parameter.detach().clone() for parameter in actor.policy.parameters()]
     for count, batch in enumerate(groups_of(0)[:2]):
         assert all(torch.equal(a, b) for a, b in zip(before, actor.policy.parameters(), strict=True)), count
-        actor.accumulate(batch, StepStats())
+        actor.accumulate(batch, StepMetrics())
     actor.discard()
     assert not all(torch.equal(a, b) for a, b in zip(before, actor.policy.parameters(), strict=True))
     assert "the weights have 1 of the 2 updates of step 1" in capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_every_update_of_a_version_keeps_to_the_policy_of_its_start(policy_dir):
 
 def test_an_update_follows_as_soon_as_its_part_of_the_groups_has_arrived(policy_dir):
     actor = actor_of(recipe_of(policy_dir, batch__updates_per_version=2, **SMOOTH))
-    batches, stats = groups_of(0), StepStats()
+    batches, stats = groups_of(0), StepMetrics()
     before = [parameter.detach().clone() for parameter in actor.policy.parameters()]
 
     def has_moved() -> bool:
@@ -202,7 +202,7 @@ def test_an_update_follows_as_soon_as_its_part_of_the_groups_has_arrived(policy_
 
 def test_the_proximal_policy_is_that_of_the_start_of_the_version(policy_dir):
     recipe = recipe_of(policy_dir, batch__updates_per_version=4, batch__passes=2, **DECOUPLED)
-    actor, stats, model = actor_of(recipe), StepStats(), exact_model(policy_dir)
+    actor, stats, model = actor_of(recipe), StepMetrics(), exact_model(policy_dir)
     for batch in groups_of(0):
         actor.accumulate(batch, stats)
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_the_proximal_policy_is_that_of_the_start_of_the_version(policy_dir):
 def test_a_run_that_ends_within_a_step_leaves_nothing_for_the_next(policy_dir):
     settings = SMOOTH | {"batch__updates_per_version": 2, "algorithm__advantage": "gae"}
     actor, fresh = actor_of(recipe_of(policy_dir, **settings)), actor_of(recipe_of(policy_dir, **settings))
-    actor.accumulate(groups_of(0)[0], StepStats())
+    actor.accumulate(groups_of(0)[0], StepMetrics())
     actor.discard()
     ours, theirs = train(actor, groups_of(0)), train(fresh, groups_of(0))
     assert {name for name in ours if ours[name] != theirs[name]} <= {"timing_s/update_actor"}

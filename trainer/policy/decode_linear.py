@@ -11,7 +11,7 @@ ROWS_EXPECTED = 32
 """The number of rows for which oneDNN packs a weight; other numbers work too."""
 
 
-class FusedLinear:
+class DecodeLinear:
     """The weights `parts` [out_i, in], one below the other, with their biases.
 
     On a CPU it keeps a copy in a better layout: fp32 transposed (1.3 times faster at 32 rows, 1.7 at 8), bfloat16 packed by

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from headrace.trainer.policy import head
+from headrace.trainer.policy import lm_head
 from headrace.trainer.policy.exact.blocks import BlockOperators
-from headrace.trainer.policy.head import LogitsHead
+from headrace.trainer.policy.lm_head import LogitsHead
 
 
 def formula(hidden, weight, bias, targets, temperature, divisor, softcap):
@@ -33,8 +33,8 @@ def combined(values, tilt, of):
 def test_values_and_gradients_are_those_of_the_formula_in_float64(
     monkeypatch, temperature, divisor, softcap, of, dtype, bound
 ):
-    monkeypatch.setattr(head, "_MIN_ROWS", 32)
-    monkeypatch.setitem(head._CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setattr(lm_head, "_MIN_ROWS", 32)
+    monkeypatch.setitem(lm_head._CHUNK_BYTES, "cpu", 1)
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((70, 12), (41, 12), (41,)))
     targets, tilt = torch.randint(41, (70,)), torch.randn(2, 70)
@@ -68,7 +68,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 PEAK = """
 import torch
-from headrace.trainer.policy.head import LogitsHead
+from headrace.trainer.policy.lm_head import LogitsHead
 
 def kilobytes(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))

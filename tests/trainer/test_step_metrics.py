@@ -15,7 +15,7 @@ from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.algorithms.objective import policy_loss
 from headrace.trainer.batch import PADDING_TRAJECTORY, Trajectory, pack
-from headrace.trainer.step_stats import StepStats
+from headrace.trainer.step_metrics import StepMetrics
 
 VERSION = 5
 
@@ -37,7 +37,7 @@ def batch_of(version: int, response_ids: np.ndarray, truncated: int = 1) -> Batc
     )
 
 
-def stats_of(version: int, shift: float, num_tokens: int = 3, **settings: Any) -> StepStats:
+def stats_of(version: int, shift: float, num_tokens: int = 3, **settings: Any) -> StepMetrics:
     """One trajectory of `version` whose log-probs in training are `shift` above those of its rollout."""
     trajectory = Trajectory(
         prompt_ids=np.array([1], np.int32),
@@ -47,7 +47,7 @@ def stats_of(version: int, shift: float, num_tokens: int = 3, **settings: Any) -
         version=version,
         advantages=np.ones(num_tokens, np.float32),
     )
-    stats = StepStats()
+    stats = StepMetrics()
     stats.add(batch_of(version, trajectory.response_ids))
     batch = pack([trajectory], VERSION, torch.device("cpu"))
     logprobs = batch.rollout_logprobs + shift
@@ -84,14 +84,14 @@ def test_means_are_per_token_and_per_trajectory():
 
 
 def test_a_response_that_ends_by_itself_at_the_longest_length_is_not_cut():
-    stats = StepStats()
+    stats = StepMetrics()
     for truncated in (0, 1, 0, 0):
         stats.add(batch_of(VERSION, np.arange(3), truncated))
     assert stats.metrics(VERSION)["response_length/clip_ratio"] == 0.25
 
 
 def test_each_number_noted_on_responses_is_averaged_over_those_that_have_it():
-    stats = StepStats()
+    stats = StepMetrics()
     for notes in ({"metrics": {"format": 1.0, "acc": 0.5}}, {"metrics": {"format": 0.0}, "extra": {"x": 1}}, {}):
         batch = batch_of(VERSION, np.arange(3))
         batch.columns[batch.rows[0].key]["reward_info"] = np.frombuffer(json.dumps(notes).encode(), np.uint8)
@@ -134,7 +134,7 @@ def test_one_rank_reduces_to_its_own_sums():
 def test_the_length_of_a_response_leaves_out_what_its_environment_inserted():
     batch = batch_of(VERSION, np.arange(5, dtype=np.int32))
     batch.columns[batch.rows[0].key]["loss_mask"] = np.array([1, 1, 0, 0, 1], np.uint8)
-    stats = StepStats()
+    stats = StepMetrics()
     stats.add(batch)
     metrics = stats.metrics(VERSION)
     assert (metrics["response_length/mean"], metrics["response_length/max"]) == (3.0, 3.0)

@@ -25,7 +25,7 @@ _SUMS = (
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
 
-class StepStats:
+class StepMetrics:
     """Statistics of the data of one optimizer step.
 
     `is/*` counts all tokens. `mismatch/*` counts only tokens that the version in training drew, so it shows the mismatch of
