@@ -23,8 +23,9 @@ from headrace.comm.recipe import CheckpointSettings, LoraSettings, ModelSettings
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import CheckpointWriter, load_state, save_state, staged
+from headrace.trainer.export import save_policy
 from headrace.trainer.learners.builtin import Actor
-from headrace.trainer.policy.model import load_tokenizer, save_policy
+from headrace.trainer.policy.model import load_tokenizer
 from headrace.trainer.step_metrics import StepMetrics
 
 ALONE = ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=10)

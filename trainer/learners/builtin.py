@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
-from ...comm.disk import make_folders, raise_if_unwritable, when_writable
+from ...comm.disk import when_writable
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
@@ -17,10 +16,11 @@ from ...relay.weights.publisher import WeightPublisher
 from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
 from ..checkpoint import load_state, save_state, staged
+from ..export import export
 from ..logprobs import response_logprobs
-from ..policy.adapter_files import check_adapter, merged_weight, write_adapter
-from ..policy.lora import adapter_weights, is_adapter, without_adapter
-from ..policy.model import Policy, default_device, load_policy, load_tokenizer, save_policy
+from ..policy.adapter_files import check_adapter, merged_weight
+from ..policy.lora import adapter_weights, without_adapter
+from ..policy.model import Policy, default_device, load_policy, load_tokenizer
 from ..policy.tensor_parallel import splits_for
 from .actor import Actor
 
@@ -112,18 +112,8 @@ class ActorLearner(Actor):
         return weights
 
     def _write_policy(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-        if not self.group.is_lead:
-            return
-        policy = {name: weight for name, weight in weights.items() if not is_adapter(name)}
-        adapter = {name: weight for name, weight in weights.items() if is_adapter(name)}
-        make_folders(folder.parent.parent, folder.parent.name, folder.name, "hf")
-        try:
-            if adapter:
-                write_adapter(folder / "adapter", adapter, self.recipe.lora, self.adapter_base)
-            save_policy(self.policy, folder / "hf", self.tokenizer, policy)
-        except SafetensorError:
-            raise_if_unwritable(folder)
-            raise
+        if self.group.is_lead:
+            export(folder, self.policy, weights, self.tokenizer, self.recipe.lora, self.adapter_base)
 
     def close(self) -> None:
         self.publisher.close()

@@ -19,7 +19,6 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from ...comm.errors import SettingError
-from ...relay.checkpoints import share_by_umask
 from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .exact.decoder import ExactDecoder
@@ -238,20 +237,6 @@ def load_tokenizer(path: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no tokenizer at {path} ({_first_line(error)})") from error
-
-
-def save_policy(
-    policy: Policy, folder: str | Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None
-) -> None:
-    """Write safetensors, configuration and tokenizer; `AutoModelForCausalLM.from_pretrained` loads this policy from them.
-
-    `weights` are whole tensors by name, for a policy that holds only shards.
-    """
-    policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights), safe_serialization=True)
-    for path in Path(folder).glob("*.safetensors"):
-        share_by_umask(path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
 
 
 def _block(name: str) -> str:

@@ -19,7 +19,8 @@ from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.server import WeightServer
 from headrace.relay.weights.slots import VersionNotAvailable
 from headrace.rollout.weights import RolloutWeights
-from headrace.trainer.policy.model import load_policy, save_policy
+from headrace.trainer.export import save_policy
+from headrace.trainer.policy.model import load_policy
 
 
 class Run:

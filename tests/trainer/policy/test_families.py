@@ -6,8 +6,9 @@ from support.policies import FAMILIES, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.relay.weights.layout import Layout
+from headrace.trainer.export import save_policy
 from headrace.trainer.policy.families import FAMILIES as DECLARED
-from headrace.trainer.policy.model import load_policy, save_policy
+from headrace.trainer.policy.model import load_policy
 from headrace.trainer.policy.tensor_parallel import splits_for
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}

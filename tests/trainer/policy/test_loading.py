@@ -9,7 +9,8 @@ from support.policies import FAMILIES, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
-from headrace.trainer.policy.model import load_policy, save_policy
+from headrace.trainer.export import save_policy
+from headrace.trainer.policy.model import load_policy
 
 
 @pytest.mark.parametrize("family", [*FAMILIES])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import LoraSettings, Recipe, RunSettings
 from headrace.comm.tensor_split import TensorSplit
+from headrace.trainer.export import save_policy
 from headrace.trainer.policy.adapter_files import (
     AdapterBase,
     check_adapter,
@@ -38,7 +39,7 @@ from headrace.trainer.policy.lora import (
     target_layers,
     without_adapter,
 )
-from headrace.trainer.policy.model import Policy, load_policy, save_policy
+from headrace.trainer.policy.model import Policy, load_policy
 from headrace.trainer.policy.tensor_parallel import TensorParallel
 
 LORA = LoraSettings(rank=4, alpha=8)

@@ -8,7 +8,8 @@ from support.policies import character_tokenizer, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.comm.errors import SettingError
-from headrace.trainer.policy.model import load_policy, load_tokenizer, save_policy
+from headrace.trainer.export import save_policy
+from headrace.trainer.policy.model import load_policy, load_tokenizer
 
 
 def packed(prompts):

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
-from headrace.trainer.policy.model import load_policy, save_policy
+from headrace.trainer.export import save_policy
+from headrace.trainer.policy.model import load_policy
 
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
