@@ -128,7 +128,7 @@ def ignored_threads(cores: Cores) -> Iterator[str]:
 
 
 def slow_type(dtype: str, cpu_info: Path = _CPU_INFO) -> Iterator[str]:
-    """A warning if this CPU has no fast bfloat16 matrix product: an x86 with AVX2 alone takes PyTorch's plain loops for it."""
+    """A warning if this CPU has no fast bfloat16 matrix product: on an x86 with only AVX2, PyTorch uses plain loops."""
     flags = next((line.split() for line in cpu_info.read_text().splitlines() if line.startswith("flags")), [])
     if dtype == "bfloat16" and "avx2" in flags and "avx512bw" not in flags:
         yield "model.dtype=bfloat16 is more than ten times slower than float32 on this CPU (no AVX-512): set model.dtype=float32"

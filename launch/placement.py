@@ -177,6 +177,6 @@ def staging_gpu(recipe: Recipe, placements: Sequence[Placement], host: int, gpus
     free = [gpu for gpu in gpus if gpu not in taken]
     if not free:
         raise SettingError(
-            f"comm.link: nccl needs a GPU of host {host} for its relays, but its workers have all {len(gpus)}; take tcp"
+            f"comm.link: nccl needs a GPU of host {host} for the relays, but actors and rollouts use all {len(gpus)}; use tcp"
         )
     return free[0]

@@ -39,7 +39,7 @@ class LoadTotals:
     """Cached tokens of each step, summed."""
 
     def step(self, generator: "Generator", clock: Clock, batch_bound: int) -> "list[Completion]":
-        """A step of the generator; the curves take it in if it only decodes."""
+        """Record a step of the generator; the curves use it if it only decodes."""
         only_decodes = not generator.num_waiting
         started = clock.now()
         num_running = generator.num_running
@@ -58,13 +58,13 @@ class LoadTotals:
         return completions
 
     def decoded(self, num_running: int, kv_load: int, seconds: float, batch_bound: int) -> None:
-        """Take in a step that only decoded."""
+        """Record a step that only decoded."""
         self.curve.add(num_running, kv_load, seconds)
         if num_running <= batch_bound:
             self.small_curve.add(num_running, kv_load, seconds)
 
     def end_idle(self, now: float) -> None:
-        """Count the idle turn before this one, which ends now."""
+        """Count the previous idle turn, which ends now."""
         self.idle_s += max(0.0, now - self.idle_since)
         self.idle_since = math.inf
 

@@ -46,7 +46,7 @@ ENVIRONMENT_POLL_S = 0.002
 
 
 class Rollout:
-    """One replica of the generator with its connections. `run` is its whole life; a test calls `start` and `step` instead."""
+    """One replica of the generator with its connections. `run` is its main loop; tests call `start` and `step` instead."""
 
     def __init__(
         self,

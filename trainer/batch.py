@@ -108,7 +108,7 @@ def trainable(batch: Batch, *, mask_truncated: bool) -> tuple[TrajectoryBatch, i
             broken = mask & ~np.isfinite(column)
             if broken.any():
                 _log.warning(
-                    "row %s: %d tokens without a finite number in %s have no loss", row.key, broken.sum(), name
+                    "row %s: %d tokens have no loss, since their %s is not finite", row.key, broken.sum(), name
                 )
             mask &= ~broken
         columns |= {name: np.where(mask, column, np.float32(0)) for name, column in numbers.items()}

@@ -241,7 +241,7 @@ class CheckpointWriter:
         self.folder.prune(newest, keep, keep_best=best, unscored_after=self._evaluated)
 
     def _on_failure(self, path: Path, error: Exception) -> None:
-        """Remove the incomplete checkpoint. For want of room it is given up: the one before stays, and training continues."""
+        """Remove the incomplete checkpoint. If the disk is full, it is given up: the previous one is kept, and training continues."""
         try:
             raise_if_unwritable(path)
             cause = error

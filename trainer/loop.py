@@ -36,7 +36,7 @@ from .step_stats import StepStats
 _CHECKPOINTS_WITH_ROWS = 2
 CHECKPOINT_PERIOD_S = 1800.0
 """Seconds between two checkpoints where `checkpoint.every` is null."""
-"""The newest checkpoints after which rows are kept: if the last one is damaged, the steps after the one before are trained again."""
+"""Number of the newest checkpoints after which rows are kept: if the last one is damaged, training resumes from the one before."""
 
 
 class Trainer:
@@ -229,7 +229,7 @@ class Trainer:
 
     @property
     def has_state(self) -> bool:
-        """Whether a checkpoint is worth having that no one asked for: emulated devices have nothing to lose."""
+        """Whether checkpoints are written without a request: emulated devices have nothing to lose."""
         return self.recipe.trainer.engine != "emulated"
 
     def checkpoint(self) -> None:
@@ -392,9 +392,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     try:
         trainer = Trainer(fleet, recipe)
     except RunStopped as end:
-        say(
-            f"the run ends before the trainer has loaded its weights ({end}); run.resume=auto continues where it stands"
-        )
+        say(f"the run ends before the trainer has loaded its weights ({end}); run.resume=auto continues it")
         return
     trainer.run()
 

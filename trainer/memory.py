@@ -190,7 +190,7 @@ def actor_memory(
     if recipe.algorithm.advantage == "gae":
         states["critic"] = weights + (4 + moments) * share  # its head has one row instead of the vocabulary
     if recipe.batch.updates_per_version > 1 and recipe.algorithm.proximal == "version":
-        states["weights of the version's start"] = 4 * share
+        states["weights at the version's start"] = 4 * share
     chunk = chunk or (CHUNK_BYTES if on_gpu else HOST_CHUNK_BYTES)
     work = _work(sizes, recipe, checkpointing=checkpointing, on_gpu=on_gpu, row_tokens=row_tokens, chunk=chunk)
     published = sizes.version_bytes(recipe) / actors
@@ -232,7 +232,7 @@ def _work(
     if is_half and not on_gpu:
         work["LM head"] += 4 * sizes.vocab * sizes.hidden  # a CPU multiplies in fp32
     if not on_gpu:
-        work["holes of the heap"] = _HOLES * sum(work.values())
+        work["heap fragmentation"] = _HOLES * sum(work.values())
     return work
 
 
@@ -279,14 +279,14 @@ def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gp
     if recipe.lora.rank:
         adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora).values())
         base = sizes.num_layers * adapted * size / tp
-        host = {"received version": float(sizes.version_bytes(recipe)), "weights below the adapter": base} | host
+        host = {"received version": float(sizes.version_bytes(recipe)), "base weights under the adapter": base} | host
     elif on_gpu:
         host = {"received version": weights} | host
     if not on_gpu:
         prefill = 4.0 * recipe.generator.prefill_tokens * (16 * sizes.hidden + 12 * sizes.mlp)
         head = sizes.vocab * (_LOGITS * recipe.generator.max_running + (sizes.hidden if size == 2 else 0))
         work = {"prefill": prefill, "LM head": 4.0 * head}  # a CPU multiplies in fp32
-        device |= work | {"holes of the heap": _HOLES * sum(work.values())}
+        device |= work | {"heap fragmentation": _HOLES * sum(work.values())}
     return MemoryEstimate(device, host)
 
 

@@ -59,7 +59,7 @@ class LeaseGrant(Message, frozen=True):
 
 
 class LeaseReturn(Message, frozen=True):
-    """A rollout returns leases that it will not generate, since it has another version.
+    """A rollout returns leases that it will not generate, because it now has another version.
 
     `is_gone`: no process has the version of the lease any more.
     """

@@ -57,7 +57,7 @@ class DrainRequested(Message, frozen=True):
 
 
 class StatusRequested(Message, frozen=True):
-    """To the hub: tell the sender's inbox `reply_to` how the run stands."""
+    """To the hub: send the status of the run to the inbox `reply_to`."""
 
     reply_to: str
 

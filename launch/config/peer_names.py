@@ -12,7 +12,7 @@ EARLIER: Mapping[str, str] = {
     "queue.capacity": "queue.lead=N keeps N groups under way",
     "queue.on_failed": "the other trajectories of a group are always trained",
     "queue.on_stale": "a step always waits for a group that is due under queue.max_staleness",
-    "relay.staging_device": "with comm.link=nccl the relays take a GPU without a worker by themselves",
+    "relay.staging_device": "with comm.link=nccl the relays choose a GPU without an actor or rollout themselves",
     "repack.batch_bound": "each rollout measures it at its start",
     "repack.slowdown": "a moved trajectory slows the decode steps of its destination to three times an empty cache's at most",
     "repack.transfer": "each rollout measures which is cheaper, to send a cache or to compute it again",
@@ -111,7 +111,7 @@ PEERS: Mapping[str, Mapping[str, str]] = {"TRL": _TRL, "verl": _VERL, "prime-rl"
 
 
 def name_hint(name: str) -> str:
-    """The replacement for an unknown dotted name, as the end of a sentence; empty if neither an earlier version nor a peer has it."""
+    """The replacement for an unknown dotted name, as the end of a sentence; empty if neither an earlier version nor a peer knows it."""
     for known in (name, name.partition(".")[0]):
         if known in EARLIER:
             return f"; {EARLIER[known]}"

@@ -69,7 +69,7 @@ class Leases(Handler):
         return {row.holder for _, row in self.state.leased()}
 
     def repeat_grants(self) -> None:
-        """Send the last grant of each holder again: the hub before may not have sent it. A holder that has it ignores it.
+        """Send the last grant of each holder again: the previous hub may not have sent it. A holder that has it ignores it.
 
         The same goes for the end of a drained process.
         """

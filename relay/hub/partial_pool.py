@@ -15,7 +15,7 @@ from ..journal.records import Group, RowStatus
 from .context import Handler, HubContext
 
 TIDY_S = 1.0
-"""Seconds between two looks for trajectories that have ended."""
+"""Seconds between two checks for trajectories that have ended."""
 
 
 class PartialRow(NamedTuple):

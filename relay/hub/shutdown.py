@@ -56,7 +56,7 @@ class RunEnd(NamedTuple):
 
     @staticmethod
     def of(event: ev.Ending) -> "RunEnd":
-        """The end that the hub before had begun."""
+        """The end that the previous hub had begun."""
         done = None if event.facts is None else TrainingDone(event.steps, event.facts)
         return RunEnd(event.status, event.error, event.exit_code, done, event.gone)
 

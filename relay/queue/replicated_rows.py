@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 COPIES = 2
 RETRY_S = 0.05
 HEARTBEATS = 20
-"""Heartbeats within which every process hears of a new unit."""
+"""Heartbeats within which every process knows of a new unit."""
 
 
 class RowNotFound(HeadraceError):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _DIGEST_S = 600.0
-"""Seconds within which a digest of all weights must be ready; only a machine that stands still takes longer."""
+"""Seconds within which a digest of all weights must be ready; only a suspended machine takes longer."""
 
 
 class WeightReader:
@@ -196,9 +196,7 @@ class WeightMirror:
             except HeadraceError as error:
                 turn += 1
                 if not self._stop.is_set():
-                    _log.warning(
-                        "%s: the link of its weights broke; it tries the next relay: %s", self._fleet.name, error
-                    )
+                    _log.warning("%s: its link for weights broke; it tries the next relay: %s", self._fleet.name, error)
 
     def _receive_from(self, relay: str) -> None:
         self._link = _request_link(self._fleet, self._mailbox, relay, SubscribeVersions, self._settings)

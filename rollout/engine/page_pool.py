@@ -76,7 +76,7 @@ class PagePool:
             self._drop(next(iter(self._kept)))
 
     def register(self, page: int, digest: bytes) -> None:
-        """Let a full page be found, unless another page has the same tokens."""
+        """Register a full page, so that it can be found, unless another page has the same tokens."""
         if digest not in self._pages:
             self._set_digest(page, digest)
 
@@ -95,7 +95,7 @@ class PagePool:
         return page
 
     def forget(self) -> None:
-        """Let no page be found any more."""
+        """Unregister all pages."""
         for digest in list(self._pages):
             self._drop(digest)
 
@@ -116,7 +116,7 @@ class PagePool:
         return target
 
     def copy(self, source: int, target: int) -> None:
-        """Have a page copied before the next use of the cache."""
+        """Request the copy of a page before the next use of the cache."""
         self._copies.append((source, target))
 
     def take_copies(self) -> list[tuple[int, int]]:

@@ -88,7 +88,7 @@ class EnvironmentPool(UserCodePool[EnvironmentCall]):
         self._todo[call.number % len(self._todo)].put(call)
 
     def drop(self, number: int) -> None:
-        """Forget the environment of a trajectory that has ended here."""
+        """Drop the environment of a trajectory that has ended here."""
         self._todo[number % len(self._todo)].put(number)
 
     def finished(self) -> list[EnvironmentCall]:

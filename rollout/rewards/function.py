@@ -21,13 +21,13 @@ from typing import Any
 OWN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 """Arguments of every function, beside the columns."""
 VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
-"""Further ones of a function that takes `solution_str`; in the batch form they end in `s`."""
+"""More arguments of a function that takes `solution_str`; in the batch form they end in `s`."""
 _SHOWN = 80
 """Characters of a wrong reward in a message."""
 
 
 class WrongLength(Exception):
-    """The function returned another number of rewards than it got completions."""
+    """The function returned a wrong number of rewards."""
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class RewardFunction:
 
     def _listed(self, value: Any, num: int) -> list[Any]:
         if value is None:
-            raise TypeError(f"{self.name} returned None in place of a list of rewards; does it lack a `return`?")
+            raise TypeError(f"{self.name} returned None instead of a list of rewards; is a `return` missing?")
         if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
             raise TypeError(f"{self.name} returned {_short(value)} for {num} completions, not a list")
         return list(value)

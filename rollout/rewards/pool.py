@@ -66,7 +66,7 @@ class RewardPool(UserCodePool[RewardCall]):
         """
         calls = self.ended()
         if misuse := next((call.misuse for call in calls if call.misuse), ""):
-            raise SettingError(f"{self.code}: {misuse}; it returns one, or None, for each")
+            raise SettingError(f"{self.code}: {misuse}; it must return a reward or None for each")
         items = [item for call in calls for item in call.items]
         units = [unit for call in calls for unit in call.units]
         self.judge([unit[0].failure for unit in units if unit[0].failure != UNSCORED])

@@ -51,7 +51,7 @@ class UserCall:
     deadline: float = math.inf
     """On the monotonic clock."""
     is_dropped: bool = False
-    """Nobody waits for it: it is not asked again."""
+    """Its caller no longer waits: it is not asked again."""
 
     def question(self) -> dict[str, Any]:
         """The call as JSON."""
@@ -88,7 +88,7 @@ class UserCodeHost(Generic[C]):
         self.waiting = deque[C]()
         """Calls that wait for a process that is ready."""
         self.ready: dict[str, Any] | None = None
-        """The first word of the present process, once it is there."""
+        """The first message of the present process, once it has arrived."""
         self._kind = kind
         self._settings = settings
         self._done = done
@@ -211,7 +211,7 @@ class UserCodeHost(Generic[C]):
             for line in lines:
                 self._hear(json.loads(line))
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            self._replace(f"the {self._kind} process wrote what is not an answer: {type(error).__name__}")
+            self._replace(f"the {self._kind} process wrote an invalid answer: {type(error).__name__}")
 
     def _hear(self, answer: dict[str, Any]) -> None:
         number = answer["id"]

@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_dir: Path):
     (run_dir / "checkpoints/step_4/dcp/data").write_bytes(bytes(99) + b"\1")
     step, checkpoint, lines = choose_point(recipe_of(run_dir))
     assert (step, checkpoint) == (2, 2)
-    assert any("step_4 holds other bytes in dcp/data" in line for line in lines)
+    assert any("step_4 has a damaged dcp/data" in line for line in lines)
 
 
 def test_a_dangling_or_empty_pointer_does_not_hide_whole_checkpoints(run_dir: Path):
@@ -128,9 +128,9 @@ def test_steps_are_not_trained_again_from_another_policy_and_other_settings_are_
     other = recipe_of(run_dir, "model.path=second", "optimizer.lr=1e-6")
     _, checkpoint, lines = choose_point(other)
     assert checkpoint == 4
-    assert "warning: steps are trained again with other settings than in the run before: optimizer.lr" in lines[-1]
+    assert "warning: steps are trained again with other settings than in the previous run: optimizer.lr" in lines[-1]
     without_checkpoints(run_dir)
-    with pytest.raises(SettingError, match=r"model\.path had another value in the run before"):
+    with pytest.raises(SettingError, match=r"model\.path had another value in the previous run"):
         choose_point(other)
 
 

@@ -108,7 +108,7 @@ class Critic:
         return found
 
     def discard(self) -> None:
-        """Forget the gradients and figures of a step that is not finished."""
+        """Drop the gradients and figures of an unfinished step."""
         self.updater.discard()
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._step_sums = dict.fromkeys(_SUMS, 0.0)

@@ -103,7 +103,7 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(path, framework="pt"))
             found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         except (OSError, SafetensorError) as error:
-            raise SettingError(f"model.path: {path} is not a whole safetensors file ({error})") from error
+            raise SettingError(f"model.path: {path} is not a complete safetensors file ({error})") from error
     found = {own: found[name] for name, own in language_model(found).items()}
     return dict(sorted(found.items(), key=lambda item: _natural_order(item[0])))
 
@@ -141,7 +141,7 @@ def _joined(
     try:
         found: dict[str, Any] = converter.convert(name, model=model, config=model.config)
     except Exception as error:
-        raise SettingError(f"model.path: {name} cannot be made of the weights in {folder} ({error})") from error
+        raise SettingError(f"model.path: {name} cannot be built from the weights in {folder} ({error})") from error
     for target, value in found.items():
         yield target, value[0] if isinstance(value, list) else value
 
