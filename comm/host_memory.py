@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _OWN = Path("/proc/self/cgroup")
 _LIMITS = (("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
-"""Of each version of cgroups: the files of the limit and of the use, and the name in `memory.stat` of what can be given back."""
+"""For each version of cgroups: the files with the limit and the use, and the name in `memory.stat` of reclaimable bytes."""
 
 
 class HeldMemory(NamedTuple):

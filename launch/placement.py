@@ -166,9 +166,9 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
 
 
 def staging_gpu(recipe: Recipe, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> str:
-    """The GPU of a host's relays under comm.link=nccl: the first that no worker has, since NCCL refuses both ends of a link on one.
+    """The GPU of a host's relays with comm.link=nccl: the first that no actor or rollout uses, since NCCL refuses both ends of a link on one.
 
-    Empty for another link or a host without relays. Raises `SettingError` if every GPU has a worker.
+    Empty for another link or a host without relays. Raises `SettingError` if there is no such GPU.
     """
     here = [place for place in placements if place.host == host]
     if recipe.comm.link != "nccl" or all(place.role != "relay" for place in here):

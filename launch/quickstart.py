@@ -67,7 +67,7 @@ TASKS = {
         },
     ),
 }  # fmt: skip
-"""By recipe."""
+"""The task of each recipe."""
 
 
 def main(words: Sequence[str]) -> int:

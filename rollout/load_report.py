@@ -27,9 +27,9 @@ class LoadTotals:
     """When the idle turn before this one began; infinite after another one."""
 
     curve: DecodeCurve = field(default_factory=DecodeCurve)
-    """Of all steps that only decode."""
+    """Curve of all steps that only decode."""
     small_curve: DecodeCurve = field(default_factory=DecodeCurve)
-    """Of those within the batch bound, where no trajectory makes a step notably longer: beyond it the curve is another line."""
+    """Curve of the steps within the batch bound, where a trajectory hardly makes a step longer; beyond the bound the curve has another slope."""
     num_steps: int = 0
     """Steps of the generator, as are the next three: those that prefill are among them."""
     step_s: float = 0.0

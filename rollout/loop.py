@@ -62,7 +62,7 @@ class Rollout:
     ) -> None:
         self.generator = generator
         self.max_running = recipe.generator.max_running
-        """It requests leases until it holds so many trajectories."""
+        """The number of trajectories up to which it requests leases."""
         self._fleet = fleet
         self._recipe = recipe
         self._params = SamplingParams(**asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)

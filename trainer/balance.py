@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     actor_threads: int = 1
     rollout_threads: int = 1
     is_small: bool = False
-    """No process has work for a second thread."""
+    """Whether no process has work for a second thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ class CheckpointWriter:
         self._evaluated: int | None = -1 if is_evaluation(settings.best) else None
         """The newest version that was evaluated; None if evaluations give no score."""
         self._has_scored = True
-        """All of these scores are on the disk."""
+        """Whether all of these scores are on the disk."""
         self._deadline_s = deadline_s
         self._is_lead = is_lead
         self._on_written = on_written

@@ -101,7 +101,7 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: tuple[Finite, ...] = ()
     """Weights of the functions in the sum of rewards; empty gives each the weight 1."""
     batch: Literal["sample", "group"] = "sample"
-    """What a call gets: with `group` all samples of each of its prompts, for functions that compare them."""
+    """Unit of scoring: with `group` a call gets all samples of each of its prompts, for functions that compare them."""
     timeout_s: Seconds = 30.0
     """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
     workers: Count = 1

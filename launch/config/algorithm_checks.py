@@ -28,7 +28,7 @@ def check_algorithm(recipe: Recipe) -> list[str]:
 
 
 def _changed(settings: AlgorithmSettings, *names: str) -> list[str]:
-    """Those of the settings that differ from their defaults, as the user knows them."""
+    """The settings among these that differ from their defaults, by their full names."""
     default = AlgorithmSettings()
     return [f"algorithm.{name}" for name in names if getattr(settings, name) != getattr(default, name)]
 

@@ -52,7 +52,7 @@ class Gpus:
 
 
 def _from_nvidia_smi() -> dict[str, float]:
-    """Of each GPU its number and its UUID, each with its memory in GB; empty without nvidia-smi."""
+    """The memory in GB of each GPU, under its number and its UUID; empty without nvidia-smi."""
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=os.pathsep.join(_PLACES))
     if program is None:
         return {}

@@ -18,7 +18,7 @@ EARLIER: Mapping[str, str] = {
     "repack.transfer": "each rollout measures which is cheaper, to send a cache or to compute it again",
     "rollout.batch_groups": "a rollout takes its share of a step or of the window; queue.lead=N sets the window",
 }
-"""By name, or section, what has taken the place of a setting of an earlier version."""
+"""The replacement of each setting, or section, of an earlier version."""
 _TRL = {
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
@@ -107,7 +107,7 @@ _PRIME_RL = {
     "sampling.max_tokens": "sampling.max_new_tokens",
 }
 PEERS: Mapping[str, Mapping[str, str]] = {"TRL": _TRL, "verl": _VERL, "prime-rl": _PRIME_RL}
-"""By project: its name of a setting, from as far to the left as the name needs, and the name here."""
+"""For each project, its names of settings (with as many leading sections as needed) and the names here."""
 
 
 def name_hint(name: str) -> str:

@@ -38,9 +38,9 @@ MOST_STEPS = 24
 """Steps of a simulated run, unless the recipe has fewer."""
 LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS + 1
 WORTH = 1.01
-"""Gain in tokens/s from which on a larger micro-batch is proposed."""
+"""Smallest gain in tokens/s for which a larger micro-batch is proposed."""
 RELAY_BUSY = 0.5
-"""Share of its time from which on a relay, which computes on one processor, is taken for too busy."""
+"""Busy share above which a relay, which uses one CPU core, counts as too busy."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Simulation:
         return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder))
 
     def figures(self, knobs: Knobs, times: int = 1) -> Figures:
-        """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
+        """The figures of a run whose micro-batches are `times` as large as the recipe's; all GPUs that train share one."""
         recipe = self.devices.recipe
         train_gpus = self.devices.train_gpus(knobs)
         micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // lab_of(recipe).train_gpus)

@@ -58,7 +58,7 @@ class Hosts:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> "Hosts":
-        """From torchrun's options without their dashes. Raises `SettingError`."""
+        """The hosts that torchrun's options describe, without their dashes. Raises `SettingError`."""
         values: dict[str, int | str | tuple[int, ...]] = {}
         for option, text in options.items():
             name = option.replace("-", "_")

@@ -114,7 +114,7 @@ class Supervisor:
     world_size: int
     hosts_store: bool = False
     store_address: str = ""
-    """Of the run's store; the supervisor that hosts it learns it from the run folder."""
+    """Address of the run's store; the supervisor that starts the store reads it from the run folder."""
     store_interface: str = "127.0.0.1"
     has_other_hosts: bool = False
     device: str = ""

@@ -54,7 +54,7 @@ class Health(Handler):
         self.patience_s = patience_s
         batches = queue.max_lost_batches
         self._most_in_vain = None if batches is None else max(batches * batch_groups, _MIN_GROUPS)
-        """In groups."""
+        """Number of useless groups in a row that ends the run; None sets no limit."""
         self._told_groups = 0
         self._in_vain = 0
         self._lost_step = -1

@@ -46,7 +46,7 @@ class PartialPool(Handler):
         self.routes = {RowsStreamed: self._on_streamed}
 
     def advance(self) -> None:
-        """From time to time, drop what is not needed any more."""
+        """At intervals, drop what is no longer needed."""
         if self._clock() - self._tidied_at < TIDY_S:
             return
         self._tidied_at = self._clock()

@@ -21,7 +21,7 @@ from .context import Handler, HubContext
 from .telemetry import FleetStats
 
 SLOWDOWN = 2.0
-"""By how much cached tokens may slow decode steps after a move: to three times a step with an empty cache (docs/develop/benchmarks.md)."""
+"""How much cached tokens may slow decode steps after a move: 2 means three times a step with an empty cache (docs/develop/benchmarks.md)."""
 MOVE_TIMEOUT_S = 30.0
 """A move without a result after this time no longer keeps its rollouts out of the next plan."""
 

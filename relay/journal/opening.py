@@ -15,9 +15,9 @@ from .state import HubState, apply
 
 
 def check_journal_is_there(run_dir: Path, incarnation: int) -> None:
-    """Raise `SettingError` if the hub is started again and its journal is gone: an empty one would be another run's beginning.
+    """Raise `SettingError` if the hub was restarted and its journal is gone: an empty journal would start another run.
 
-    The reserve beside it says that it was there.
+    The reserve file beside the journal shows that there was one.
     """
     if incarnation > 1 and (run_dir / DiskReserve.NAME).exists() and not (run_dir / "journal.jsonl").exists():
         raise SettingError(

@@ -104,7 +104,7 @@ class VersionStore:
     def fence(self, incarnation: int) -> None:
         """Refuse what earlier incarnations of the trainer send from now on; a version that one has begun is abandoned.
 
-        A rank that was frozen while the others started again would else complete it. Offers of relays pass: they are whole.
+        Otherwise a rank that was frozen while the others restarted could complete it. Offers of relays are accepted: they are complete.
         """
         with self._changed:
             if incarnation <= self._trainer_incarnation:

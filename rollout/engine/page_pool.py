@@ -31,7 +31,7 @@ class PagePool:
         self._is_empty = np.ones(num_pages, dtype=bool)
         self._is_empty[0] = False
         self._pages: dict[bytes, int] = {}
-        """By digest, each page that can be found."""
+        """Each page that can be found, by its digest."""
         self._digests: list[bytes | None] = [None] * num_pages
         self._kept: dict[bytes, None] = {}
         """Digests of the pages without an owner, the oldest first."""

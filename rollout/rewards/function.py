@@ -125,7 +125,7 @@ class RewardFunction:
                 yield "ground_truth", [_ground_truth(row) for row in rows]
 
     def _wanted(self, given: dict[str, Any], columns: Collection[str]) -> dict[str, Any]:
-        """Those arguments that the function takes."""
+        """The given arguments that the function takes."""
         if not self._takes_any:
             return {name: value for name, value in given.items() if name in self._names}
         if self._is_verl:

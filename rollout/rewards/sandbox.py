@@ -137,7 +137,7 @@ def _command(isolation: _Isolation, program: Path, limits: dict[str, Any], calls
 
 @cache
 def _isolation() -> _Isolation:
-    """What this host supports, tried once; the log says what is missing."""
+    """The isolation that this host supports, tried once; the log says what is missing."""
     found = _tried()
     if found.weakness:
         log.warning("programs run in a weaker sandbox: %s", found.weakness)

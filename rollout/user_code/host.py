@@ -31,7 +31,7 @@ STARTUP_S = 60.0
 SILENCE_S = 30.0
 """Longest silence of a process that sends beats, beside the section's `timeout_s`."""
 LATE_S = 1.0
-"""From a call's deadline to the process's own report that the call is late."""
+"""Seconds after a call's deadline within which the process itself reports that the call is late."""
 CLOSE_S = 10.0
 """Longest time that a process has at the end of the run to close what it holds."""
 KILL_S = 30.0
@@ -49,7 +49,7 @@ class UserCall:
     """A call of user code; rewards and environments say what it is about."""
 
     deadline: float = math.inf
-    """On the monotonic clock."""
+    """Time on the monotonic clock."""
     is_dropped: bool = False
     """Its caller no longer waits: it is not asked again."""
 

@@ -45,7 +45,7 @@ class AdapterBase(NamedTuple):
 
     @staticmethod
     def read(path: str) -> "AdapterBase":
-        """Of the weights in the checkpoint now; every byte is read."""
+        """The digest of the checkpoint's present weights; every byte is read."""
         return AdapterBase(path, weights_digest(path))
 
 

@@ -51,7 +51,7 @@ class _WeightReader:
         self.targets: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
         self._folder = folder
         self._filled: dict[int, str] = {}
-        """By identity of the tensor, since a tied one has several names."""
+        """Filled tensors by identity, since a tied tensor has several names."""
 
     def take(self, name: str, tensor: Any) -> None:
         """Fill one tensor of the model from one of the checkpoint (or its slice); a tied one that is filled must be equal."""
@@ -147,7 +147,7 @@ def _joined(
 
 
 def _unexpected(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Those that transformers reports as unexpected; old checkpoints hold tables of rotary embeddings."""
+    """The names that transformers reports as unexpected. (Old checkpoints contain tables of rotary embeddings, which are ignored.)"""
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
 
