@@ -81,5 +81,5 @@ class RewardPool(UserCodePool[RewardCall]):
         if len(self._unscored) >= MOST_UNSCORED and num_prompts >= FEWEST_PROMPTS:
             raise SettingError(
                 f"{self.code}: the reward function returned None for all of the first {len(self._unscored)} samples;"
-                " does it lack a `return`?"
+                " is a `return` missing?"
             )

@@ -112,7 +112,7 @@ def test_without_a_checkpoint_and_with_too_few_rows_a_run_is_not_resumed_and_say
     with pytest.raises(SettingError) as refused:
         prepare_folder(recipe_of(run_dir))
     for part in (
-        "step_6 is not in", "step_4 lacks dcp/data", "step_2 was not", "rows/step_3.safetensors is missing",
+        "step_6 is not in", "step_4 lacks dcp/data", "step_2 is incomplete", "rows/step_3.safetensors is missing",
         "run.resume=restart", "another run.dir",
     ):  # fmt: skip
         assert part in str(refused.value)
@@ -146,7 +146,7 @@ def test_a_run_that_died_before_its_first_step_just_starts(tmp_path: Path):
 
 def test_steps_that_no_journal_knows_are_not_overwritten(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(SettingError, match=r"metrics\.jsonl has steps that journal\.jsonl does not know"):
+    with pytest.raises(SettingError, match=r"metrics\.jsonl has steps that are not in journal\.jsonl"):
         prepare_folder(recipe_of(tmp_path))
 
 

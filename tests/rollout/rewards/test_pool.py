@@ -226,7 +226,7 @@ def test_none_for_the_first_trajectories_is_no_broken_function(pool: MakePool):
 def test_none_for_all_of_the_first_samples_is_a_function_without_a_return(pool: MakePool):
     rewards = pool(TRL + "    [float(a) for a in answer]\n    return [None for _ in answer]\n")
     score(rewards, *[{"answer": 1}] * 63)
-    with pytest.raises(SettingError, match=r"returned None for all of the first 64 samples; does it lack a `return`\?"):
+    with pytest.raises(SettingError, match=r"returned None for all of the first 64 samples; is a `return` missing\?"):
         score(rewards, {"answer": 1})
 
 
