@@ -52,7 +52,7 @@ class TcpLink:
             self._limit(socket.SO_RCVTIMEO, deadline_s)
             connection.do_handshake()
             return tls.binding(connection, end)
-        except (OSError, ValueError) as error:  # a connection that ends within the hand-shake is a ValueError for ssl
+        except (OSError, ValueError) as error:  # a connection that ends within the handshake is a ValueError for ssl
             raise self._broken("TLS handshake", OSError(str(error))) from error
 
     def send(self, buffer: "np.ndarray | bytes", deadline_s: float) -> None:

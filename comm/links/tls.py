@@ -24,7 +24,7 @@ class TlsIdentity:
         self.listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._connecting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._connecting.check_hostname = False
-        self._connecting.verify_mode = ssl.CERT_NONE  # the hand-shake under the secret verifies the certificate
+        self._connecting.verify_mode = ssl.CERT_NONE  # the handshake under the secret verifies the certificate
         for context in (self.listening, self._connecting):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
         self.listening.num_tickets = 0  # no session is resumed, and a ticket would hide the end of a connection
