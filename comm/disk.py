@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 PROBE_BYTES = 1 << 16
 RETRY_S = 0.5
-"""Seconds between two attempts while a disk takes nothing."""
+"""Seconds between two attempts while a disk cannot be written."""
 REMEDY = "make room there, or make it writable"
 
 
 def is_unwritable(error: OSError) -> bool:
-    """Whether a write failed since the disk takes nothing now: it, or the user's share of it, is full, or it is mounted read-only."""
+    """Whether a write failed because the disk or the user's quota is full, or the disk is mounted read-only."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def describe_unwritable(path: Path) -> str:
-    """The message about the disk of a file of the run folder that takes nothing."""
+    """The message about a file of the run folder that cannot be written because of its disk."""
     disk = os.statvfs(next(folder for folder in path.absolute().parents if folder.exists()))
     if disk.f_flag & os.ST_RDONLY:
         return f"run.dir is read-only: {path} cannot be written"
@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 
 def when_writable(path: Path, write: Callable[[], T], deadline_s: float) -> T:
-    """Call `write` until the disk of `path` takes it, at most for `deadline_s`; `write` undoes what it leaves half.
+    """Call `write` until the disk of `path` has room, for at most `deadline_s`; `write` must undo a partial write itself.
 
     Raises `DiskFull` after the deadline, and at once any error with another cause.
     """
@@ -53,7 +53,7 @@ def when_writable(path: Path, write: Callable[[], T], deadline_s: float) -> T:
     except OSError as error:
         if not is_unwritable(error):
             raise
-    say(f"{describe_unwritable(path)}; the run waits until it can be, at most {deadline_s:g} s")
+    say(f"{describe_unwritable(path)}; the run waits for up to {deadline_s:g} s")
     with waiting("the disk", f"room for {path}", deadline_s) as wait:
         while wait.remaining_s > 0:
             time.sleep(min(RETRY_S, wait.remaining_s))
@@ -69,7 +69,7 @@ def when_writable(path: Path, write: Callable[[], T], deadline_s: float) -> T:
 
 
 def raise_if_unwritable(folder: Path) -> None:
-    """Raise the `OSError` of a disk that takes nothing, if it is one; libraries in other languages hide its number."""
+    """Raise an `OSError` if the cause is a full or read-only disk; libraries in other languages hide the error number."""
     probe = folder / f"probe-{os.getpid()}-{time.monotonic_ns()}"
     try:
         with probe.open("wb") as file:
@@ -79,9 +79,9 @@ def raise_if_unwritable(folder: Path) -> None:
 
 
 def make_folders(above: Path, *names: str) -> Path:
-    """A folder below one that exists, by its names. Raises `FileNotFoundError` if that one is gone.
+    """Make a folder below an existing one, by its names. Raises `FileNotFoundError` if the existing one is gone.
 
-    A run folder is made once, before the start: one that was renamed or removed while the run is under way is not made again.
+    The run folder is made once, before the start. If it is renamed or removed during the run, it is not made again.
     """
     for name in names:
         above = above / name
@@ -90,7 +90,7 @@ def make_folders(above: Path, *names: str) -> Path:
 
 
 class AppendFile:
-    """A file that only grows, by whole records: one that does not fit is cut off again, and waits for room."""
+    """An append-only file of whole records. If a record does not fit, its part is cut off, and it waits for room."""
 
     def __init__(self, path: Path, deadline_s: float) -> None:
         """Opens the file, and waits for room if it is a new one on a full disk. Raises `DiskFull`."""
@@ -100,7 +100,7 @@ class AppendFile:
         self.descriptor = when_writable(path, lambda: os.open(path, flags, 0o644), deadline_s)
 
     def append(self, record: bytes) -> None:
-        """Returns after the operating system has the record. Raises `DiskFull`, or an `OSError` with another cause."""
+        """Write a record; returns once the operating system has it. Raises `DiskFull`, or an `OSError` with another cause."""
         when_writable(self.path, lambda: self._write(memoryview(record)), self.deadline_s)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class AppendFile:
 
 
 class DiskReserve:
-    """A file that holds room on the disk, for the last records of a run whose disk stays full."""
+    """A file that reserves space on the disk for the last records of a run whose disk stays full."""
 
     NAME = "reserve"
     NUM_BYTES = 1 << 20
@@ -131,5 +131,5 @@ class DiskReserve:
             os.posix_fallocate(file.fileno(), 0, self.NUM_BYTES)
 
     def release(self) -> None:
-        """Give the room up; a second call does nothing."""
+        """Free the reserved space; a second call does nothing."""
         self._path.unlink(missing_ok=True)

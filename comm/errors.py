@@ -5,7 +5,7 @@ HeadraceError
 │   └── UnusablePrompt            one prompt cannot become tokens
 ├── WaitTimeout (TimeoutError)    a named wait passed its deadline
 ├── PeerGone                      the other side of a connection is gone
-│   └── StoreGone                 the fleet's store is gone
+│   └── StoreGone                 the run's store is gone
 ├── StorageFull                   a storage unit has no room for more rows
 ├── DiskFull                      the run folder's disk had no room until a deadline
 ├── LinkBroken                    a link failed in the middle of a transfer
@@ -43,7 +43,7 @@ class PeerGone(HeadraceError):
 
 
 class StoreGone(PeerGone):
-    """The fleet's store is gone."""
+    """The run's store is gone."""
 
 
 class StorageFull(HeadraceError):

@@ -1,4 +1,4 @@
-"""The memory of this host: how much its processes may hold, how much is free, and what one process holds.
+"""The memory of this host: how much its processes may use, how much is free, and how much one process uses.
 
 A container or a job of SLURM has its limit in a cgroup. Its own cgroup may have none while one above it has one, so all of them
 are read, of both versions of cgroups.
@@ -15,11 +15,11 @@ _ROOT = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _OWN = Path("/proc/self/cgroup")
 _LIMITS = (("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
-"""Of each version of cgroups: the files of the limit and of the use, and the name in `memory.stat` of what can be given back."""
+"""For each version of cgroups: the files with the limit and the use, and the name in `memory.stat` of reclaimable bytes."""
 
 
 class HeldMemory(NamedTuple):
-    """Bytes that a process holds at a moment, and the most that it has held."""
+    """The present and peak memory of a process, in bytes."""
 
     resident: int
     own: int
@@ -63,10 +63,10 @@ def held_by(pid: int) -> HeldMemory:
 
 
 def give_back_heap() -> None:
-    """Give the kernel the pages of this process's heap that hold nothing.
+    """Return the unused pages of this process's heap to the kernel.
 
     The C library keeps what was freed between two blocks that live. A program whose pieces have another size in each turn holds more and
-    more of such pages: a trainer without a GPU 5.7 GB in place of 1.9 after three steps. The call takes about as long as the kernel
+    more of such pages: a trainer without a GPU used 5.7 GB instead of 1.9 GB after three steps. The call takes about as long as the kernel
     needs to free them. A library without it keeps them.
     """
     with suppress(AttributeError):

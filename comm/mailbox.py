@@ -42,7 +42,7 @@ class Mailboxes(ABC):
     """Opens the mailboxes of a process and delivers their messages."""
 
     gone: Exception | None = None
-    """The error by which the store was found gone."""
+    """The error with which the store was lost."""
 
     @abstractmethod
     def open(self, name: str) -> "Mailbox":
@@ -54,7 +54,7 @@ class Mailboxes(ABC):
 
     @abstractmethod
     def confirm(self, name: str, place: int) -> None:
-        """Say that this process has handled the messages of its inbox up to a place; returns at once."""
+        """Confirm that this process has handled the messages of its inbox up to a place; returns at once."""
 
     @abstractmethod
     def close_inbox(self, name: str, *, is_last: bool = False) -> None:
@@ -66,7 +66,7 @@ class Mailboxes(ABC):
 
 
 class Mailbox:
-    """One inbox, and the way to all others. Any thread may send, one receives."""
+    """One inbox, which one thread reads; any thread may send from it to other inboxes."""
 
     def __init__(self, name: str, epoch: int, inbox: Inbox, mailboxes: Mailboxes) -> None:
         self.name = name
@@ -127,7 +127,7 @@ class Mailbox:
         self._place = max(self._place, delivery.place)
         try:
             if delivery.sequence <= self._seen.get(delivery.sender, -1):
-                raise MessageRefused(f"message {delivery.sequence} of {delivery.sender!r} was seen before")
+                raise MessageRefused(f"message {delivery.sequence} of {delivery.sender!r} is a duplicate")
             self._seen[delivery.sender] = delivery.sequence
             return Envelope(delivery.sender, decode(delivery.body))
         except MessageRefused as refusal:

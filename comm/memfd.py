@@ -1,4 +1,4 @@
-"""Memory without a name, which processes of one host share: all memfds are made here, and those of other processes opened.
+"""Anonymous memory that processes of one host share: this module creates all memfds and opens those of other processes.
 
 Such memory leaves nothing behind after a crash, and ends with the last process that holds it. Others open it through /proc, by
 a path that names a process, the number of its descriptor and a token at the head of the memory: the number may by then belong to
@@ -39,7 +39,7 @@ def path_of(fd: int, pid: int, number: int) -> str:
 def open_memory(path: str) -> int:
     """A descriptor of another process's memory. Raises `PeerGone` if it is gone; no other file is kept open or read."""
     if (found := _PATH.fullmatch(path)) is None:
-        raise PeerGone(f"{path} names another file than shared memory")
+        raise PeerGone(f"{path} does not name a shared-memory file")
     file, token = found.groups()
     try:
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
@@ -47,7 +47,7 @@ def open_memory(path: str) -> int:
         raise PeerGone(f"no shared memory at {file}: {error}") from error
     if not _is_sealed(fd) or _token(fd) != token:
         os.close(fd)
-        raise PeerGone(f"{file} is another file than the shared memory announced")
+        raise PeerGone(f"{file} is not the announced shared memory")
     return fd
 
 
@@ -65,7 +65,7 @@ def _token(fd: int) -> str:
 
 
 def _is_sealed(fd: int) -> bool:
-    """Whether `create_memory` made this, as far as the kernel can tell."""
+    """Whether this descriptor comes from `create_memory`, as far as the kernel can tell."""
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # a file of a disk has no seals

@@ -1,4 +1,4 @@
-"""Processes that end together with the ones that started them. This module imports no other module of the project."""
+"""Processes that end together with the process that started them. This module imports no other module of the project."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(number: int, parent: int) -> None:
-    """Have the kernel send `number` to this process when `parent` ends; end it now if `parent` has ended already."""
+    """Ask the kernel to send signal `number` to this process when `parent` ends; end at once if `parent` has already ended."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -55,7 +55,7 @@ def _guard(child: int) -> NoReturn:
 
 
 def _reap(child: int) -> int | None:
-    """Take in every process that has ended; returns the exit code of `child` if it is one of them."""
+    """Reap every process that has ended; returns the exit code of `child` if it is one of them."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:

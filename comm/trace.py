@@ -14,7 +14,7 @@ from .clock import Clock
 from .disk import is_unwritable, make_folders
 
 FAILPOINTS = "HEADRACE_FAILPOINTS"
-"""Path of the socket on which a bench of faults hears of failpoints; it listens only while it waits for one."""
+"""Path of the socket on which a fault test receives failpoints; the test listens only while it waits for one."""
 _FAILPOINT_S = 30.0
 
 

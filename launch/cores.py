@@ -20,7 +20,7 @@ from .config.model_files import read_config
 SMALL_POLICY = 10_000_000
 """Parameters below which a process has one thread: its matrices are too small to share."""
 ROLLOUT_SHARE = 4
-"""One core in so many is the rollouts', where trainer and rollouts work at the same time."""
+"""The rollouts get one core in this many, if trainer and rollouts work at the same time."""
 GPU_THREADS = 4
 """Most threads of a process with a GPU."""
 _THREADED = ("actor", "rollout", "shard", "reference")
@@ -36,16 +36,16 @@ class Cores:
     number: int
     """Cores that the processes of this host may use."""
     ranks: Mapping[str, int]
-    """The number of ranks of each role on this host; relays and tasks, which need next to nothing, do not count."""
+    """The number of ranks of each role on this host; relays and tasks, which need almost no CPU time, do not count."""
     takes_turns: bool = False
-    """Trainer and rollouts do not work at the same time."""
+    """Whether trainer and rollouts take turns."""
     is_small: bool = False
-    """No process has work for a second thread: the policy is small, or the devices are emulated."""
+    """Whether no process has work for a second thread: the policy is small, or the devices are emulated."""
     has_gpus: bool = False
     updates_on_host: bool = False
-    """The update of the weights runs on the cores, for a trainer with GPUs."""
+    """Whether a trainer with GPUs updates the weights on the cores."""
     asked: Mapping[str, int | None] = field(default_factory=dict)
-    """The numbers of threads that the recipe sets, by role; None leaves it to this host."""
+    """The number of threads that the recipe sets for each role; None leaves it to this host."""
 
     def threads(self, role: str) -> int:
         """The number of threads of each process of a role."""
@@ -128,7 +128,7 @@ def ignored_threads(cores: Cores) -> Iterator[str]:
 
 
 def slow_type(dtype: str, cpu_info: Path = _CPU_INFO) -> Iterator[str]:
-    """A warning if this CPU has no fast bfloat16 matrix product: an x86 with AVX2 alone takes PyTorch's plain loops for it."""
+    """A warning if this CPU has no fast bfloat16 matrix product: on an x86 with only AVX2, PyTorch uses plain loops."""
     flags = next((line.split() for line in cpu_info.read_text().splitlines() if line.startswith("flags")), [])
     if dtype == "bfloat16" and "avx2" in flags and "avx512bw" not in flags:
         yield "model.dtype=bfloat16 is more than ten times slower than float32 on this CPU (no AVX-512): set model.dtype=float32"

@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _talk(run: RunAddress, order: Message | None) -> int:
-    """Ask the hub how the run stands, and print that or give it the order; returns the exit code."""
+    """Ask the hub for the run's status, and print it or send the order; returns the exit code."""
     store = StoreClient.connect(run.store, run.secret.encode(), _ANSWER_S)
     mailboxes = StoreMailboxes(store)
     inbox = mailboxes.open(f"ctl-{os.getpid()}")
@@ -82,7 +82,7 @@ def _rollouts(status: StatusReport) -> list[MemberStatus]:
 
 
 def describe(status: StatusReport) -> Iterator[str]:
-    """How a run stands, as lines."""
+    """The status of a run, as lines."""
     yield f"step {status.step} in training, version {status.version} published"
     account = ", ".join(f"{name} {value}" for name, value in status.account.items())
     yield f"rows: {account}"

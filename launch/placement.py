@@ -166,9 +166,9 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
 
 
 def staging_gpu(recipe: Recipe, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> str:
-    """The GPU of a host's relays under comm.link=nccl: the first that no worker has, since NCCL refuses both ends of a link on one.
+    """The GPU of a host's relays with comm.link=nccl: the first that no actor or rollout uses, since NCCL refuses both ends of a link on one.
 
-    Empty for another link or a host without relays. Raises `SettingError` if every GPU has a worker.
+    Empty for another link or a host without relays. Raises `SettingError` if there is no such GPU.
     """
     here = [place for place in placements if place.host == host]
     if recipe.comm.link != "nccl" or all(place.role != "relay" for place in here):
@@ -177,6 +177,6 @@ def staging_gpu(recipe: Recipe, placements: Sequence[Placement], host: int, gpus
     free = [gpu for gpu in gpus if gpu not in taken]
     if not free:
         raise SettingError(
-            f"comm.link: nccl needs a GPU of host {host} for its relays, but its workers have all {len(gpus)}; take tcp"
+            f"comm.link: nccl needs a GPU of host {host} for the relays, but actors and rollouts use all {len(gpus)}; use tcp"
         )
     return free[0]

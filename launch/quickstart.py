@@ -2,7 +2,7 @@
 
 python -m headrace.launch.quickstart [calculator | smollm2] [KEY=VALUE ...]
 
-`smollm2` fetches a model of 135M parameters in place of making one.
+`smollm2` fetches a model of 135M parameters instead of making one.
 """
 
 import json
@@ -67,7 +67,7 @@ TASKS = {
         },
     ),
 }  # fmt: skip
-"""By recipe."""
+"""The task of each recipe."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -102,7 +102,7 @@ def _run(words: Sequence[str], parts: Sequence[str]) -> int:
 
 
 def _run_smollm2(words: Sequence[str], recipe: Recipe, *, is_dry_run: bool) -> int:
-    """Say how long it takes, fetch the model, make the prompts, run, and show what the model learnt."""
+    """Print how long it will take, fetch the model, make the prompts, run, and show what the model learnt."""
     parts = smollm2_task.missing_parts(recipe)
     further: list[str] = []
     if not is_dry_run:

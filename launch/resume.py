@@ -1,4 +1,4 @@
-"""Where a run continues that is resumed, decided before its processes start; nothing that it has trained is lost in silence.
+"""Where a resumed run continues, decided before its processes start; nothing that it has trained is lost silently.
 
 It continues after its last trained step. The trainer loads the newest checkpoint that is whole and in the journal, and trains the
 steps after it again from `rows/`, like a trainer that starts again after its death. Files that the run does not continue are renamed to
@@ -23,7 +23,7 @@ JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 ROWS = "rows"
 _OF_ONE_RUN = (JOURNAL, METRICS, EVALUATIONS_FILE, ROWS, "checkpoints", "queue", "tensorboard", "start_adapter")
-"""The files that a run starting at step 1 does not take over from a run before it."""
+"""The files that a run starting at step 1 does not take over from a previous run."""
 _START = ("model.path", "lora.rank", "lora.targets", "lora.alpha", "lora.path")
 """Settings of the weights that a run begins with."""
 _TRAINING = ("algorithm", "optimizer", "model", "lora")
@@ -48,7 +48,7 @@ def finished_after(recipe: Recipe) -> int | None:
 
 
 def prepare_folder(recipe: Recipe) -> list[str]:
-    """Make the run folder ready for the processes: it has what the run continues, and nothing else of a run before.
+    """Make the run folder ready for the processes: it has what the run continues, and nothing else of a previous run.
 
     Returns lines for the console. Raises `SettingError` if the run cannot continue; nothing has changed then.
     """
@@ -65,7 +65,7 @@ def prepare_folder(recipe: Recipe) -> list[str]:
     if not aside:
         return lines
     start = lines[-1] if lines else f"run.dir: the run starts at step 1 in {run_dir}"
-    return [*lines[:-1], f"{start}; the files of the run before are now {', '.join(aside)}"]
+    return [*lines[:-1], f"{start}; the files of the previous run are now {', '.join(aside)}"]
 
 
 def choose_point(recipe: Recipe) -> ResumePoint:
@@ -83,11 +83,11 @@ def choose_point(recipe: Recipe) -> ResumePoint:
         if not found and not _has_lines(run_dir / METRICS):
             return ResumePoint(0, None, [f"run.resume=auto: {run_dir} has no trained step; the run starts at step 1"])
         if not problems:
-            problems = [f"{METRICS} has steps that {JOURNAL} does not know"]
+            problems = [f"{METRICS} has steps that are not in {JOURNAL}"]
         raise SettingError(f"run.resume: {'; '.join(problems)}. {_WAYS_OUT}")
     if known.num_trained > recipe.run.steps:
         raise SettingError(
-            f"run.steps={recipe.run.steps}: the run in {run_dir} has trained {known.num_trained} steps; raise run.steps to go on"
+            f"run.steps={recipe.run.steps}: the run in {run_dir} has trained {known.num_trained} steps; raise run.steps to continue"
         )
     step, problem = _last_rebuilt(recipe, checkpoint, known.num_trained)
     if problem and checkpoint is None:
@@ -126,7 +126,7 @@ def _last_rebuilt(recipe: Recipe, checkpoint: int | None, num_trained: int) -> t
         return first, f"trainer.engine={recipe.trainer.engine} trains no step again"
     changed = [name for name in _changed(recipe) if checkpoint is None and name in _START]
     if changed:
-        return first, f"{', '.join(changed)} had another value in the run before"
+        return first, f"{', '.join(changed)} had another value in the previous run"
     from ..trainer.step_log import rows_problem  # with numpy, which a line of help does not need
 
     for step in range(first, num_trained):
@@ -140,7 +140,7 @@ def _told(
 ) -> Iterator[str]:
     """The lines of a run that continues."""
     for reason in problems:
-        yield f"run.resume=auto: {reason}; it is passed over"
+        yield f"run.resume=auto: {reason}; it is skipped"
     first = (checkpoint or 0) + 1
     last = known.num_trained
     path = CheckpointFolder(Path(recipe.run.dir)).path(checkpoint or 0)
@@ -151,7 +151,7 @@ def _told(
         yield f"run.resume=auto: {_steps(step + 1, last)} given up, since {problem}; their files are kept under other names"
     changed = [name for name in _changed(recipe) if not name.startswith("model.path")]
     if again and changed:
-        yield f"warning: steps are trained again with other settings than in the run before: {', '.join(changed)}"
+        yield f"warning: steps are trained again with other settings than in the previous run: {', '.join(changed)}"
 
 
 def _steps(first: int, last: int) -> str:
@@ -159,7 +159,7 @@ def _steps(first: int, last: int) -> str:
 
 
 def _changed(recipe: Recipe) -> list[str]:
-    """Settings of training that the run before had otherwise; none if its recipe is of another version of the program."""
+    """Training settings that differ from those of the previous run; none if its recipe is of another version of the program."""
     try:
         before = read_recipe(Path(recipe.run.dir) / CONFIG_FILE)
     except SettingError:
@@ -173,7 +173,7 @@ def _changed(recipe: Recipe) -> list[str]:
 
 
 def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
-    """Let the folder be that of a run which has trained `point.step` steps. Raises `SettingError`."""
+    """Make the folder that of a run which has trained `point.step` steps. Raises `SettingError`."""
     from ..trainer.step_log import saved_steps
 
     number = _free_number(run_dir)

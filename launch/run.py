@@ -72,7 +72,7 @@ class Arguments:
             else:
                 others.append(word)
         if flags == {"--settings"}:
-            raise SettingError("--settings: only with --dry-run, which prints the plan; config.yaml has them in a run")
+            raise SettingError("--settings: only with --dry-run; of a run, config.yaml has all settings")
         recipe = others[0] if others and "=" not in others[0] else None
         return cls(
             recipe,
@@ -115,7 +115,7 @@ def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int
     gpus, words = Gpus.taken_from(words)
     arguments = Arguments.parse(words)
     if gpus is not None and not arguments.is_dry_run:
-        raise SettingError("--gpus: only with --dry-run; a run takes the GPUs of CUDA_VISIBLE_DEVICES")
+        raise SettingError("--gpus: only with --dry-run; a run uses the GPUs in CUDA_VISIBLE_DEVICES")
     dry_run = DryRun((), gpus, unmade, arguments.with_settings) if arguments.is_dry_run else None
     if is_rank:
         return run_rank(arguments.recipe, arguments.overrides, dry_run)
@@ -147,7 +147,7 @@ def _help(*, is_rank: bool, is_asked: bool) -> int:
         sys.stdout.write(usage())
         sys.stdout.flush()
     if is_rank and not is_asked:
-        return refuse_start(SettingError("no recipe; name its file behind headrace.launch.run"), is_known=True)
+        return refuse_start(SettingError("no recipe; name its file after headrace.launch.run"), is_known=True)
     return 0
 
 

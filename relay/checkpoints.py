@@ -1,4 +1,4 @@
-"""The folder `checkpoints/` of a run: which checkpoints are whole, and the one that a run resumes from.
+"""The folder `checkpoints/` of a run: which checkpoints are complete, and from which a run resumes.
 
     step_N/{dcp,hf}/...      the trainer's state after N steps, and its policy in Hugging Face form
     step_N/adapter/...       with `lora.rank`, the adapter in peft's form
@@ -6,7 +6,7 @@
     latest                   names the newest checkpoint that the journal knows
     best                     names the one with the highest score, with `checkpoint.best`
 
-A power cut leaves no name without what it names: files and folders are synced before the manifest is written, the manifest
+After a power cut, every name refers to complete data: files and folders are synced before the manifest is written, the manifest
 before the journal has the checkpoint, and the journal before `latest` names it.
 """
 
@@ -77,16 +77,16 @@ class CheckpointFolder:
         for step in sorted((step for step in self.whole() if latest is not None and step <= latest), reverse=True):
             if not (problem := self.problem(step)):
                 return step
-            log.warning("%s %s; it is passed over", self.path(step).name, problem)
+            log.warning("%s %s; it is skipped", self.path(step).name, problem)
         return None
 
     def set_latest(self, step: int) -> None:
-        """Let `latest` name a checkpoint."""
+        """Make `latest` name a checkpoint."""
         make_folders(self.root.parent, self.root.name)
         write_durably(self.root / "latest", self.path(step).name.encode())
 
     def clear_latest(self) -> None:
-        """Let `latest` name none."""
+        """Make `latest` name no checkpoint."""
         (self.root / "latest").unlink(missing_ok=True)
 
     def begin(self, step: int) -> Path:
@@ -98,7 +98,7 @@ class CheckpointFolder:
         return path
 
     def seal(self, step: int, score: float | None = None, *, pattern: str = "*") -> None:
-        """Declare the files of a checkpoint whole, all or those of a pattern: they, their folders and the manifest are on the disk then."""
+        """Mark the files of a checkpoint complete, all or those of a pattern: sync them and their folders, then write the manifest."""
         path = self.path(step)
         files = {
             str(file.relative_to(path)): FileEntry(file.stat().st_size, _digest(file, sync=True))
@@ -125,7 +125,7 @@ class CheckpointFolder:
         if not path.is_dir():
             return "is missing"
         if (manifest := self.whole().get(step)) is None:
-            return f"was not written to its end (no {MANIFEST})"
+            return f"is incomplete (no {MANIFEST})"
         for name, entry in manifest.files.items():
             file = path / name
             if not file.is_file():
@@ -133,7 +133,7 @@ class CheckpointFolder:
             if (size := file.stat().st_size) != entry.num_bytes:
                 return f"has {size} of {entry.num_bytes} bytes of {name}"
             if _digest(file) != entry.digest:
-                return f"holds other bytes in {name} than were written"
+                return f"has a damaged {name}: its digest is wrong"
         return ""
 
     def prune(self, newest: int, keep: int, *, keep_best: bool = False, unscored_after: int | None = None) -> None:
@@ -171,7 +171,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Sync a folder, so that its names are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -72,7 +72,7 @@ def serve_rows(fleet: Fleet, recipe: Recipe, mailbox: Mailbox, unit: Unit) -> No
                 keeper.submit(order)
             case DeclaredDead(incarnation=incarnation) if incarnation == fleet.incarnation:
                 raise PeerGone(
-                    f"{fleet.name} was silent and counts as dead; its next process brings a new storage unit"
+                    f"{fleet.name} was silent and was declared dead; its next process has a new storage unit"
                 )
             case Stop():
                 break
@@ -83,6 +83,6 @@ def serve_rows(fleet: Fleet, recipe: Recipe, mailbox: Mailbox, unit: Unit) -> No
 
 
 def busy_report(elapsed_s: float) -> BusyReport:
-    """A relay is busy while its process computes or copies: its CPU seconds since the start, and the rest as idle."""
+    """The relay's busy seconds, which are its CPU seconds since the start, and its idle seconds, which are the rest."""
     busy_s = min(time.process_time(), elapsed_s)
     return BusyReport(busy_s, elapsed_s - busy_s)

@@ -36,7 +36,7 @@ class Report(NamedTuple):
 
     @property
     def is_candidate(self) -> bool:
-        """It winds down: it runs requests, none waits, the cache is neither full nor filling, the batch is below its bound."""
+        """Whether it may give its requests away: it runs some, none waits, its cache is neither full nor filling, and its batch is below the bound."""
         is_winding_down = self.kv_used < min(self.kv_max, self.kv_before) and not self.num_waiting
         return is_winding_down and 0 < self.num_requests < self.batch_bound
 

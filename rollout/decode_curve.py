@@ -23,7 +23,7 @@ class DecodeCurve:
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
 
     def add(self, num_running: int, kv_load: int, seconds: float) -> None:
-        """Take in one step that only decodes. The first ones only tell what is usual."""
+        """Record one step that only decodes. The first ones only establish the usual time."""
         is_usual = len(self._recent) == _NUM_RECENT and seconds <= _OUTLIER * median(self._recent)
         self._recent.append(seconds)
         if not is_usual:
@@ -52,7 +52,7 @@ class DecodeCurve:
 
     @property
     def fixed_tokens(self) -> float | None:
-        """Cached tokens that cost as much time as the rest of a step of the mean batch: few where packing trajectories gains little.
+        """Cached tokens that cost as much time as the rest of a step of the mean batch; a small number means that packing gains little.
 
         The rest has the time for each trajectory in it, since batches that hardly vary do not tell it from the fixed part. None
         before `MIN_STEPS` steps, and where cached tokens cost no time that can be measured, as on small policies.

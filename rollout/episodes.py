@@ -65,7 +65,7 @@ class Episodes:
         self._calls: dict[int, EnvironmentCall] = {}
         """Open calls, by trajectory."""
         self._starts: dict[int, _Start] = {}
-        """Of each trajectory whose environment is reset."""
+        """The rows of each trajectory whose environment is being reset."""
         self._known: set[int] = set()
         """Trajectories that have an environment in the pool."""
         self._num_refused = 0

@@ -126,13 +126,13 @@ class HeldLeases:
         )
 
     def begin_version(self, version: int) -> None:
-        """Reset the share after a change of weights, and forget an open request."""
+        """Reset the share after a change of weights, and drop an open request."""
         self._is_asking = False
         self._taken = 0
         self._evaluates = False
 
     def drained(self) -> None:
-        """Reset the share: nothing is held."""
+        """Reset the share, because nothing is held."""
         self._taken = 0
 
     def ask(self, version: int, room: int, *, is_outdated: bool = False) -> None:

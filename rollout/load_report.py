@@ -27,9 +27,9 @@ class LoadTotals:
     """When the idle turn before this one began; infinite after another one."""
 
     curve: DecodeCurve = field(default_factory=DecodeCurve)
-    """Of all steps that only decode."""
+    """Curve of all steps that only decode."""
     small_curve: DecodeCurve = field(default_factory=DecodeCurve)
-    """Of those within the batch bound, where no trajectory makes a step notably longer: beyond it the curve is another line."""
+    """Curve of the steps within the batch bound, where a trajectory hardly makes a step longer; beyond the bound the curve has another slope."""
     num_steps: int = 0
     """Steps of the generator, as are the next three: those that prefill are among them."""
     step_s: float = 0.0
@@ -39,7 +39,7 @@ class LoadTotals:
     """Cached tokens of each step, summed."""
 
     def step(self, generator: "Generator", clock: Clock, batch_bound: int) -> "list[Completion]":
-        """A step of the generator; the curves take it in if it only decodes."""
+        """Record a step of the generator; the curves use it if it only decodes."""
         only_decodes = not generator.num_waiting
         started = clock.now()
         num_running = generator.num_running
@@ -58,13 +58,13 @@ class LoadTotals:
         return completions
 
     def decoded(self, num_running: int, kv_load: int, seconds: float, batch_bound: int) -> None:
-        """Take in a step that only decoded."""
+        """Record a step that only decoded."""
         self.curve.add(num_running, kv_load, seconds)
         if num_running <= batch_bound:
             self.small_curve.add(num_running, kv_load, seconds)
 
     def end_idle(self, now: float) -> None:
-        """Count the idle turn before this one, which ends now."""
+        """Count the previous idle turn, which ends now."""
         self.idle_s += max(0.0, now - self.idle_since)
         self.idle_since = math.inf
 

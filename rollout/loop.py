@@ -46,7 +46,7 @@ ENVIRONMENT_POLL_S = 0.002
 
 
 class Rollout:
-    """One replica of the generator with its connections. `run` is its whole life; a test calls `start` and `step` instead."""
+    """One replica of the generator with its connections. `run` is its main loop; tests call `start` and `step` instead."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Rollout:
     ) -> None:
         self.generator = generator
         self.max_running = recipe.generator.max_running
-        """It requests leases until it holds so many trajectories."""
+        """The number of trajectories up to which it requests leases."""
         self._fleet = fleet
         self._recipe = recipe
         self._params = SamplingParams(**asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)

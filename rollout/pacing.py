@@ -17,7 +17,7 @@ class RolloutPacing:
     num_sharing: int = 0
     """Rollouts that share the hub's window; 0 where the share does not depend on it."""
     repacks: bool = False
-    """Its long trajectories may move to another rollout."""
+    """Whether its long trajectories may move to another rollout."""
 
     @staticmethod
     def of(rules: Schedule, prompts_per_step: int, num_rollouts: int) -> "RolloutPacing":

@@ -53,7 +53,7 @@ class StreamedRow(NamedTuple):
 
 
 def write_streamed(rows: list[StreamedRow], storage: ReplicatedRows) -> RowsStreamed | None:
-    """Write first tokens, in place of the earlier ones; the report to the hub, or None if no unit takes them now."""
+    """Replace the stored first tokens; returns the report to the hub, or None if no unit accepts them now."""
     units = storage.try_put_rows({row.key: row.columns() for row in rows})
     if units is None:
         return None

@@ -1,4 +1,4 @@
-"""Writes finished trajectories to two storage units, then reports them: the hub only hears of rows that can be read.
+"""Writes finished trajectories to two storage units, then reports them: the hub learns only of rows that can be read.
 
 No row is written for a sample of an evaluation: its score is reported.
 """

@@ -56,7 +56,7 @@ class ActorGroup:
     def join(
         fleet: Fleet, size: int, device: torch.device, deadline_s: float, settings: TrainerSettings
     ) -> "ActorGroup":
-        """Open the process group on the fleet's store. It is the default group of the trainer's processes."""
+        """Open the process group through the run's store. It is the default group of the trainer's processes."""
         group = ActorGroup(fleet.me.index, size, device, deadline_s, settings)
         group.incarnation = fleet.incarnation
         if size > 1:
@@ -80,7 +80,7 @@ class ActorGroup:
                 present = {member.name: member.incarnation for member in fleet.members("actor")}
                 for member in members:
                     if present.get(member.name, 0) > member.incarnation and not self._is_closed.is_set():
-                        raise PeerGone(f"{member.name} has started again, and the other ranks follow it")
+                        raise PeerGone(f"{member.name} has restarted, so the other ranks restart too")
 
         threading.Thread(target=watch, name="actor watch", daemon=True).start()
 
@@ -109,7 +109,7 @@ class ActorGroup:
         return self.rank == 0
 
     def adapter_base(self, recipe: Recipe) -> AdapterBase:
-        """The weights below the adapter, which are about to be loaded; rank 0 checks and names them."""
+        """The base weights under the adapter, which are about to be loaded; rank 0 checks and names them."""
         path = recipe.model.path
         return AdapterBase.read(path) if self.is_lead and recipe.lora.rank else AdapterBase(path)
 

@@ -1,6 +1,6 @@
-"""Advice on the balance of a run: where one role idles most of the time, the setting that would help, and what it would gain.
+"""Advice on the balance of a run: if one role idles most of the time, which setting would help, and how much it would gain.
 
-The gain is arithmetic on the busy shares of the roles, as if work were divided without loss: an estimate, and a bound from above.
+The gain is computed from the busy shares of the roles, as if work could be divided without loss. So it is an estimate and an upper bound.
 """
 
 import os
@@ -20,13 +20,13 @@ BUSY = 0.8
 """Below this busy share of both roles something else sets the pace, such as rewards, and no split of the devices would help."""
 LEAST_GAIN = 1.1
 USED = 0.9
-"""Above this share of busy cores a host has nothing left to give."""
+"""Above this share of busy cores a host has no capacity left."""
 WARM_UP_STEPS = 3
-"""First steps, which do not count."""
+"""Number of first steps that are not counted."""
 TOLD_AFTER = 10
 """Counted steps until the advice is given."""
 LEAST_STEPS = 3
-"""Fewest counted steps for the advice at the end of a run."""
+"""Smallest number of counted steps for the advice at the end of a run."""
 
 
 class Layout(NamedTuple):
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     actor_threads: int = 1
     rollout_threads: int = 1
     is_small: bool = False
-    """No process has work for a second thread."""
+    """Whether no process has work for a second thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Balance:
         self._rollout_s = 0.0
 
     def step(self, step_s: float, waited_s: float, rollout_idle: float | None) -> str:
-        """Take in a step, of which the rollouts idled this share; returns the advice after the step at which it is due, else ""."""
+        """Record a step, in which the rollouts were idle for this share; returns the advice after the step at which it is due, else ""."""
         if rollout_idle is None:
             return ""
         self._num_steps += 1

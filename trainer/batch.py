@@ -34,13 +34,13 @@ class Trajectory:
     advantages: np.ndarray | None = None
     """None until the learner has them, or by a task of the user's."""
     ref_logprobs: np.ndarray | None = None
-    """By the initial policy."""
+    """Log-probs of the initial policy."""
     proximal_logprobs: np.ndarray | None = None
-    """By the policy at the start of the version in training, if it has been updated since."""
+    """Log-probs of the policy at the start of the version in training, if it has been updated since."""
     versions: np.ndarray | None = None
     """[R] int32: the version of each token; None means `version` for all."""
     values: np.ndarray | None = None
-    """By the critic, before the updates of the step."""
+    """Values by the critic, before the updates of the step."""
     returns: np.ndarray | None = None
     """Targets of the critic."""
 
@@ -65,11 +65,11 @@ class TrajectoryBatch:
 
     @property
     def rows(self) -> list[Trajectory]:
-        """All of this rank."""
+        """All trajectories of this rank."""
         return list(self.by_key.values())
 
     def micro_batches(self) -> list[list[Trajectory]]:
-        """As many as all other ranks have, some of them empty."""
+        """The micro-batches, as many as on all other ranks, some of them empty."""
         return [[self.by_key[row.key] for row in part] for part in self.batch.micro_batches]
 
 
@@ -108,7 +108,7 @@ def trainable(batch: Batch, *, mask_truncated: bool) -> tuple[TrajectoryBatch, i
             broken = mask & ~np.isfinite(column)
             if broken.any():
                 _log.warning(
-                    "row %s: %d tokens without a finite number in %s have no loss", row.key, broken.sum(), name
+                    "row %s: %d tokens have no loss, since their %s is not finite", row.key, broken.sum(), name
                 )
             mask &= ~broken
         columns |= {name: np.where(mask, column, np.float32(0)) for name, column in numbers.items()}

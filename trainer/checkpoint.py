@@ -159,7 +159,7 @@ class CheckpointWriter:
         self._evaluated: int | None = -1 if is_evaluation(settings.best) else None
         """The newest version that was evaluated; None if evaluations give no score."""
         self._has_scored = True
-        """All of these scores are on the disk."""
+        """Whether all of these scores are on the disk."""
         self._deadline_s = deadline_s
         self._is_lead = is_lead
         self._on_written = on_written
@@ -241,7 +241,7 @@ class CheckpointWriter:
         self.folder.prune(newest, keep, keep_best=best, unscored_after=self._evaluated)
 
     def _on_failure(self, path: Path, error: Exception) -> None:
-        """Remove the incomplete checkpoint. For want of room it is given up: the one before stays, and training continues."""
+        """Remove the incomplete checkpoint. If the disk is full, it is given up: the previous one is kept, and training continues."""
         try:
             raise_if_unwritable(path)
             cause = error

@@ -36,7 +36,7 @@ from .step_metrics import StepMetrics
 _CHECKPOINTS_WITH_ROWS = 2
 CHECKPOINT_PERIOD_S = 1800.0
 """Seconds between two checkpoints where `checkpoint.every` is null."""
-"""The newest checkpoints after which rows are kept: if the last one is damaged, the steps after the one before are trained again."""
+"""Number of the newest checkpoints after which rows are kept: if the last one is damaged, training resumes from the one before."""
 
 
 class Trainer:
@@ -67,7 +67,7 @@ class Trainer:
         self.first_step = restore_newest(self.learner, self.run_dir, point.step, is_checked=is_checked)
         """The step that the run continues with; those between the checkpoint and this one are trained again."""
         self.num_counted = self.first_step
-        """Steps that the hub has counted; the trainer before may have trained one more."""
+        """Steps that the hub has counted; the previous trainer process may have trained one more."""
         self.run_id = fleet.run_id
         self.first_step += has_rows(self.learner, self.run_dir, self.first_step, self.run_id)
         self.micro_tokens = self._choose_micro_tokens(point.num_memory_deaths)
@@ -81,7 +81,7 @@ class Trainer:
         self.checkpoints.newest = self.learner.version
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoint_after = -1
-        """A checkpoint of a later step than this is wanted, beside those that are due."""
+        """The hub has requested a checkpoint of a later step than this, in addition to those that are due."""
         self.checkpointed_at = time.monotonic()
         """When the last checkpoint was begun, or this process."""
         self.metrics: dict[str, Value] = {}
@@ -112,7 +112,7 @@ class Trainer:
         chosen = micro_tokens(configured, int(found[0]))
         if chosen < configured and self.group.is_lead:
             say(
-                f"the memory of the trainer's GPU was full: a micro-batch has at most {chosen} tokens now, in place of"
+                f"the memory of the trainer's GPU was full: a micro-batch has at most {chosen} tokens now, instead of"
                 f" optimizer.micro_tokens={configured}"
             )
         return chosen
@@ -166,7 +166,7 @@ class Trainer:
         return True
 
     def train_step_again(self, step: int) -> None:
-        """Train a step from its saved rows, and write the line of metrics that a process before may not have written."""
+        """Train a step from its saved rows, and write the line of metrics that a previous process may not have written."""
         self.trace.enter("train again", step=step)
         started = self.clock.now()
         # The trainer before may have died of this very step. The others have succeeded as they are.
@@ -229,7 +229,7 @@ class Trainer:
 
     @property
     def has_state(self) -> bool:
-        """Whether a checkpoint is worth having that no one asked for: emulated devices have nothing to lose."""
+        """Whether checkpoints are written without a request: emulated devices have nothing to lose."""
         return self.recipe.trainer.engine != "emulated"
 
     def checkpoint(self) -> None:
@@ -392,9 +392,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     try:
         trainer = Trainer(fleet, recipe)
     except RunStopped as end:
-        say(
-            f"the run ends before the trainer has loaded its weights ({end}); run.resume=auto continues where it stands"
-        )
+        say(f"the run ends before the trainer has loaded its weights ({end}); run.resume=auto continues it")
         return
     trainer.run()
 

@@ -23,7 +23,7 @@ TORCH_BYTES = 0.155e9
 TRANSFORMERS_BYTES = 0.265e9
 """The same for a process that has imported transformers too."""
 _HOLES = 0.4
-"""Of what comes and goes, the share that the C library's heap takes beside it after some thirty steps; measured, without a GPU."""
+"""Extra memory of the C library's heap after about thirty steps, as a share of what is allocated and freed; measured without a GPU."""
 _PAGE_TOKENS = 64
 """Tokens of a page of the cache on a host without a GPU."""
 _KEPT_BYTES = 1 << 30
@@ -39,7 +39,7 @@ _VERSIONS_IN_RELAY = 3
 _LOGITS = 12
 """Matrices of logits of all running trajectories while tokens are drawn, the largest number at a time."""
 _ROW_BYTES = 32
-"""Of a token in a relay: ids, log-probabilities, versions, masks and copies of them on their way."""
+"""Bytes of a token in a relay: ids, log-probabilities, versions, masks, and copies of them in transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PolicySizes:
     key_value: int
     """Keys and values together."""
     mlp: int
-    """Of a mixture of experts, those that a token passes."""
+    """In a mixture of experts, the width of the experts that a token passes."""
     routed: int
     """Copies of a token for the experts that it passes; 0 without experts."""
     norms: int
@@ -70,7 +70,7 @@ class PolicySizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "PolicySizes":
-        """From what `config.json` holds of a decoder-only model with gated MLPs; raises SettingError if it lacks a size."""
+        """The sizes in the `config.json` of a decoder-only model with gated MLPs; raises SettingError if one is missing."""
         try:
             return cls._of(config)
         except KeyError as error:
@@ -108,7 +108,7 @@ class PolicySizes:
         )
 
     def adapted(self, lora: LoraSettings) -> dict[str, tuple[int, int]]:
-        """Those of `linear` that have an adapter."""
+        """The entries of `linear` that have an adapter."""
         wanted = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
         names = {target.rpartition(".")[2] for target in wanted}
         return {name: shape for name, shape in self.linear.items() if lora.targets == "all-linear" or name in names}
@@ -171,7 +171,7 @@ def actor_memory(
     row_tokens: int | None = None,
     chunk: int | None = None,
 ) -> MemoryEstimate:
-    """Of one rank of the trainer.
+    """The memory of one rank of the trainer.
 
     row_tokens: tokens of the longest trajectory, where the data are known. chunk: bytes of one chunk of logits.
     """
@@ -190,7 +190,7 @@ def actor_memory(
     if recipe.algorithm.advantage == "gae":
         states["critic"] = weights + (4 + moments) * share  # its head has one row instead of the vocabulary
     if recipe.batch.updates_per_version > 1 and recipe.algorithm.proximal == "version":
-        states["weights of the version's start"] = 4 * share
+        states["weights at the version's start"] = 4 * share
     chunk = chunk or (CHUNK_BYTES if on_gpu else HOST_CHUNK_BYTES)
     work = _work(sizes, recipe, checkpointing=checkpointing, on_gpu=on_gpu, row_tokens=row_tokens, chunk=chunk)
     published = sizes.version_bytes(recipe) / actors
@@ -211,7 +211,7 @@ def actor_memory(
 def _work(
     sizes: PolicySizes, recipe: Recipe, *, checkpointing: bool, on_gpu: bool, row_tokens: int | None, chunk: int
 ) -> dict[str, float]:
-    """Of one rank of the trainer: what a micro-batch takes beside the states."""
+    """The memory of a micro-batch on one rank of the trainer, in addition to the states."""
     is_half = recipe.model.dtype == "bfloat16"
     is_sharded = _is_sharded(recipe)
     lora = recipe.lora
@@ -232,7 +232,7 @@ def _work(
     if is_half and not on_gpu:
         work["LM head"] += 4 * sizes.vocab * sizes.hidden  # a CPU multiplies in fp32
     if not on_gpu:
-        work["holes of the heap"] = _HOLES * sum(work.values())
+        work["heap fragmentation"] = _HOLES * sum(work.values())
     return work
 
 
@@ -241,7 +241,7 @@ def _is_sharded(recipe: Recipe) -> bool:
 
 
 def reference_memory(sizes: PolicySizes, recipe: Recipe) -> MemoryEstimate:
-    """Of one reference rank: the whole policy, and one layer's activations without any for a backward pass."""
+    """The memory of one reference rank: the whole policy, and one layer's activations, none of them for a backward pass."""
     half = recipe.model.dtype == "bfloat16"
     layer = recipe.optimizer.micro_batch * _layer_activations(sizes, half=half, trained=True)
     return MemoryEstimate(
@@ -257,7 +257,7 @@ def least_cache_bytes(sizes: PolicySizes, recipe: Recipe, context: int) -> float
 
 
 def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gpu: bool = True) -> MemoryEstimate:
-    """Of one rank of a replica: its slice of the weights, and a cache in which all running trajectories may be longest.
+    """The memory of one rank of a replica: its slice of the weights, and a cache in which all running trajectories have the longest length.
 
     row_tokens: tokens of the longest trajectory. Without a GPU a page takes memory from its first use on, and pages of ended
     trajectories are kept for their prompts.
@@ -279,19 +279,19 @@ def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gp
     if recipe.lora.rank:
         adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora).values())
         base = sizes.num_layers * adapted * size / tp
-        host = {"received version": float(sizes.version_bytes(recipe)), "weights below the adapter": base} | host
+        host = {"received version": float(sizes.version_bytes(recipe)), "base weights under the adapter": base} | host
     elif on_gpu:
         host = {"received version": weights} | host
     if not on_gpu:
         prefill = 4.0 * recipe.generator.prefill_tokens * (16 * sizes.hidden + 12 * sizes.mlp)
         head = sizes.vocab * (_LOGITS * recipe.generator.max_running + (sizes.hidden if size == 2 else 0))
         work = {"prefill": prefill, "LM head": 4.0 * head}  # a CPU multiplies in fp32
-        device |= work | {"holes of the heap": _HOLES * sum(work.values())}
+        device |= work | {"heap fragmentation": _HOLES * sum(work.values())}
     return MemoryEstimate(device, host)
 
 
 def relay_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int) -> MemoryEstimate:
-    """Of a relay: three versions in shared memory, which count here alone, and the rows of two steps."""
+    """The memory of a relay: three versions in shared memory, which is counted only here, and the rows of two steps."""
     rows = 2.0 * recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt * row_tokens * _ROW_BYTES
     versions = float(_VERSIONS_IN_RELAY * sizes.version_bytes(recipe))
     return MemoryEstimate({}, {"3 versions": versions, "rows": rows, PROCESS: TORCH_BYTES})

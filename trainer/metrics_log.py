@@ -26,7 +26,7 @@ class MetricsLog:
         self._start = clock.now()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """The lines so far, one at a time: those of a long run take much memory."""
+        """The lines so far, one at a time: all lines of a long run would take much memory."""
         if self.path.exists():
             with self.path.open(encoding="utf-8") as file:
                 yield from map(json.loads, file)
@@ -68,8 +68,8 @@ class CutResponses:
         if self._num_steps != self.STEPS:
             return ""
         return (
-            f"warning: more than {self.SHARE:.0%} of the responses of each of the last {self.STEPS} steps were cut at their longest"
-            f" length; raise sampling.max_new_tokens={self._longest}, or make prompts and model fit"
+            f"warning: in each of the last {self.STEPS} steps more than {self.SHARE:.0%} of the responses were cut at the maximum"
+            f" length; raise sampling.max_new_tokens={self._longest}, or leave more room in the model's context"
         )
 
 

@@ -16,7 +16,7 @@ _MANY_S = 120.0
 
 @contextmanager
 def progress(first: int, end: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """Say at once, and every `TELL_S`, how many of the steps from `first` up to `end` are done; the body calls the result after each.
+    """Print at once, and every `TELL_S`, how many of the steps from `first` up to `end` are done; the body calls the result after each.
 
     A thread prints the lines, since one step may take long.
     """

@@ -1,4 +1,4 @@
-"""The trainer continues where the run stands: its process died and was started again in place, or the run is resumed.
+"""How the trainer recovers when its process was restarted or the run is resumed.
 
 It loads the newest checkpoint, or the initial weights, and trains the steps after it again from `rows/`, with the same
 batches in the same order. The hub says how many steps the run has trained; nothing is reported or published until then.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> RestartPoint:
-    """Rank 0: tell the hub that the trainer runs again; returns how many steps the run has trained, and why it restarted.
+    """Rank 0: report the restart of the trainer to the hub; returns how many steps the run has trained, and why the trainer restarted.
 
     Raises `RunStopped` if the run ends.
     """
@@ -48,7 +48,7 @@ def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_ch
     """Load the newest checkpoint that the journal knows; returns the step to continue with. A collective of all ranks.
 
     num_trained: of rank 0's `request_restart`, or -1 if the run begins with this process; other ranks pass -1.
-    is_checked: `latest` names a checkpoint that was checked when the run was prepared. A trainer that starts again passes over
+    is_checked: `latest` names a checkpoint that was checked when the run was prepared. A restarted trainer skips
     a damaged one, and trains more steps again.
     """
     folder = CheckpointFolder(run_dir)
@@ -65,7 +65,7 @@ def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_ch
 def has_rows(learner: "Learner", run_dir: Path, step: int, run_id: str) -> bool:
     """Whether each rank of an earlier trainer of this run had written its rows of a step. A collective of all ranks.
 
-    That trainer may have published what it made of them before the hub heard of the step. So nothing else may be trained in it:
+    That trainer may have published the result before the hub learnt of the step. So the step must be trained from the same rows:
     rollouts would have other weights under the same version.
     """
     try:

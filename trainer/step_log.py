@@ -114,7 +114,7 @@ class StepReplay:
         self._file = RowFile(path, SavedStep)
         self.num_ranks = self._file.listed.num_ranks
         self.run_id = self._file.listed.run_id
-        """That of the fleet that trained the step: a resumed run has another one."""
+        """ID of the start of the run that trained the step; a resumed run has another one."""
         self._step = step
 
     def check_ranks(self, num_ranks: int) -> None:

@@ -36,7 +36,7 @@ class StepMetrics:
         self.rows: list[RowRef] = []
         """The rows of all ranks."""
         self.num_micro_batches = 0
-        """Of each rank: all run equally many."""
+        """Micro-batches of each rank; all ranks run the same number."""
         self.group_stds: list[float] = []
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)

@@ -1,4 +1,4 @@
-"""The hand-shake of a connection: TLS where the run has it, then each end proves to the other that it knows the run's secret."""
+"""The handshake of a connection: TLS if the run uses it, then each end proves to the other that it knows the run's secret."""
 
 import hmac
 import secrets
@@ -32,7 +32,7 @@ def authenticate(
 
 
 def derive_key(secret: bytes, purpose: str) -> bytes:
-    """The key of a purpose, 32 bytes; each has one of its own, so no proof serves twice."""
+    """The key for a purpose, 32 bytes. Each purpose has its own key, so a proof for one is useless for another."""
     return hmac.digest(secret, purpose.encode(), "sha256")
 
 
@@ -43,7 +43,7 @@ def proof_of(secret: bytes, name: str, end: int, nonce: bytes, binding: bytes) -
 
 
 def _exchange(link: TcpLink, end: int, mine: bytes, deadline_s: float) -> bytes:
-    """Send bytes and receive as many; end 0 sends first."""
+    """Send bytes and receive the same number; end 0 sends first."""
     theirs = bytearray(len(mine))
     for turn in (0, 1):
         if turn == end:

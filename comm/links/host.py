@@ -1,7 +1,7 @@
 """This host: its identity, its addresses, and the one address on which this process listens (`comm.interface`).
 
 Two processes are on one host if they can open each other's memory: it goes through /proc, which shows the processes of one
-PID namespace of one running kernel. So that pair is the identity. Names do not tell: two containers may have one name.
+PID namespace of one running kernel. So that pair is the identity. Host names are not enough: two containers may have the same name.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ def listen(interface: str, port: int = 0, backlog: int = 1024) -> tuple[socket.s
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches an IP address."""
+    """Whether an IP address can be reached only from this host."""
     return address == "localhost" or ip_address(address).is_loopback
 
 
@@ -89,7 +89,7 @@ def own_address(interface: str, store_address: str) -> str:
 
 
 def bind_process_groups(address: str) -> None:
-    """Have torch's process groups use the interface with this address, unless the user's environment names another."""
+    """Make torch's process groups use the interface with this address, unless the user's environment names another."""
     interface = _interface_of(address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -1,4 +1,4 @@
-"""How the ranks of one process group find each other: as incarnations, so that a rank that died and its successor never mix."""
+"""How the ranks of a process group find each other. They are matched by incarnation, so a dead rank and its successor are never mixed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Meeting(NamedTuple):
-    """The members of a process group by rank, and the name of the group, which no other incarnations share."""
+    """The members of a process group by rank, and the name of the group, which is unique to these incarnations."""
 
     members: "list[Member]"
     name: str

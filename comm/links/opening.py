@@ -108,13 +108,13 @@ def _open_socket(
 
 
 def _accept(listener: socket.socket, name: str, wait: Wait, secret: bytes, tls: TlsIdentity | None) -> TcpLink:
-    """The first connection that proves to know the secret; others are closed."""
+    """The first connection that proves that it knows the secret; others are closed."""
     while True:
         listener.settimeout(_remaining_s(wait))
         try:
             link = TcpLink(listener.accept()[0])
         except TimeoutError as error:
-            raise LinkBroken(f"link {name}: no end connected within {wait.deadline_s:.0f} s") from error
+            raise LinkBroken(f"link {name}: the other end did not connect within {wait.deadline_s:.0f} s") from error
         try:
             authenticate(link, name, 0, secret, _remaining_s(wait), tls)
             return link

@@ -80,7 +80,7 @@ def open_pair(
 
 @contextmanager
 def _errors_break_the_link() -> Iterator[None]:
-    """A group that is made meanwhile aborts its communicators on an error of NCCL, such as a dead neighbour.
+    """Within the body, new groups abort their communicators on an NCCL error, such as a dead neighbour.
 
     By default NCCL's watchdog ends the process. A group reads this from the environment when it is made; those of the
     trainer's ranks keep the default.

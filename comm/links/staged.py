@@ -1,4 +1,4 @@
-"""Links through staging buckets: into a bucket on this end's device, by broadcast to the other end's, and out of it there.
+"""Links through staging buffers: data is copied into a bucket on this end's device, broadcast to the other end's bucket, and copied out there.
 
 Over NCCL the buckets are on two different GPUs (NCCL before 2.30 refuses two ranks on one). Over Gloo they are in host memory:
 the same steps, for tests without a GPU. While one bucket travels the other is filled or emptied. Small buffers (headers,
@@ -30,7 +30,7 @@ _SMALL_BYTES = 64 << 10
 _POLL_S = 5e-5
 _CONNECT_POLL_S = 0.01
 _LAST_BYTES_S = 1.0
-"""Seconds in which the last bytes of an end that has closed arrive."""
+"""Seconds to wait for the last bytes of an end that has closed."""
 
 
 def stream_of_link(device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .tls import TlsIdentity
 
 _UNANSWERED_MS = 20_000
-"""Milliseconds after which a connection breaks whose bytes the other host does not take: it is cut off."""
+"""Milliseconds without an acknowledgement by the other host after which a connection breaks."""
 _TLS_PIECE = 1 << 18
 _TLS_BYTES = 1 << 30  # ssl takes less than 2 GiB in one call
 _TLS_WAIT_S = 1e6  # and less than 2**31 ms
@@ -46,14 +46,14 @@ class TcpLink:
         keep_alive(connection)
 
     def start_tls(self, tls: "TlsIdentity", end: int, deadline_s: float) -> bytes:
-        """Encrypt all that follows; returns what both ends of this connection know, and no end of another (32 bytes)."""
+        """Encrypt everything that follows; returns the channel binding, 32 bytes that only the two ends of this connection know."""
         try:
             self._socket = connection = tls.wrap(self._socket, end)
             self._limit(socket.SO_RCVTIMEO, deadline_s)
             connection.do_handshake()
             return tls.binding(connection, end)
-        except (OSError, ValueError) as error:  # a connection that ends within the hand-shake is a ValueError for ssl
-            raise self._broken("TLS hand-shake", OSError(str(error))) from error
+        except (OSError, ValueError) as error:  # a connection that ends within the handshake is a ValueError for ssl
+            raise self._broken("TLS handshake", OSError(str(error))) from error
 
     def send(self, buffer: "np.ndarray | bytes", deadline_s: float) -> None:
         view = memoryview(buffer)  # pyright: ignore[reportArgumentType] - numpy's stubs do not say that arrays are buffers

@@ -1,6 +1,6 @@
-"""TLS for connections between processes (`comm.tls`): each process has a key and a certificate of its own, made at its start.
+"""TLS for connections between processes (`comm.tls`): each process creates its own key and certificate when it starts.
 
-No authority signs the certificates, and no end trusts them by themselves: the hand-shake under the run's secret proves the
+No authority signs the certificates, and no end trusts them by themselves: the handshake under the run's secret proves the
 certificate that the connecting end has seen (channel binding "tls-server-end-point", RFC 5929).
 """
 
@@ -24,7 +24,7 @@ class TlsIdentity:
         self.listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._connecting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._connecting.check_hostname = False
-        self._connecting.verify_mode = ssl.CERT_NONE  # the hand-shake under the secret verifies the certificate
+        self._connecting.verify_mode = ssl.CERT_NONE  # the handshake under the secret verifies the certificate
         for context in (self.listening, self._connecting):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
         self.listening.num_tickets = 0  # no session is resumed, and a ticket would hide the end of a connection
@@ -34,11 +34,11 @@ class TlsIdentity:
 
     @property
     def listening_binding(self) -> bytes:
-        """What `binding` is at end 0."""
+        """The value of `binding` at end 0."""
         return hashlib.sha256(self._certificate).digest()
 
     def wrap(self, connection: socket.socket, end: int) -> ssl.SSLSocket:
-        """End 0 (the one that listens) or 1 of a connection, before its TLS hand-shake."""
+        """End 0 (the one that listens) or 1 of a connection, before its TLS handshake."""
         context = self.listening if end == 0 else self._connecting
         return context.wrap_socket(connection, server_side=end == 0, do_handshake_on_connect=False)
 

@@ -12,9 +12,9 @@ class LeaseRequest(Message, frozen=True):
     version: int
     num_groups: int
     can_continue: bool = False
-    """It continues trajectories that another rollout began, and takes an older version for them while it is idle."""
+    """Whether the rollout continues trajectories that another one began, for which it takes an older version while it is idle."""
     only_evaluation: bool = False
-    """It keeps this version for an evaluation: it wants more prompts of that, or an answer without prompts if all are leased."""
+    """The rollout keeps this version for an evaluation: it asks for more of its prompts, or for an empty answer if all are leased."""
 
     @property
     def incarnation(self) -> int:
@@ -59,7 +59,7 @@ class LeaseGrant(Message, frozen=True):
 
 
 class LeaseReturn(Message, frozen=True):
-    """A rollout returns leases that it will not generate, since it has another version.
+    """A rollout returns leases that it will not generate, because it now has another version.
 
     `is_gone`: no process has the version of the lease any more.
     """

@@ -49,7 +49,7 @@ class ClaimResult(Message, frozen=True):
 
 
 class RowsReassigned(Message, frozen=True):
-    """The hub to the earlier holder of these attempts: another rollout has the rows now."""
+    """From the hub to the earlier holder of these attempts: another rollout has the rows now."""
 
     rows: list[RowId]
     attempts: list[int]

@@ -139,7 +139,7 @@ class RowsNotFound(Message, frozen=True):
 
 
 class DropRows(Message, frozen=True):
-    """The hub to a relay: no task needs these rows any more."""
+    """From the hub to a relay: no task needs these rows any more."""
 
     keys: list[str]
 

@@ -6,7 +6,7 @@ from .base import Message
 
 
 class TrainerStarted(Message, frozen=True):
-    """To the hub: rank 0 of the trainer runs again, as this incarnation. Repeated until `RestartPoint` answers it."""
+    """To the hub: rank 0 of the trainer has restarted as this incarnation. Repeated until `RestartPoint` answers it."""
 
     incarnation: int
 
@@ -23,7 +23,7 @@ class RestartPoint(Message, frozen=True):
 
 
 class ActorFailed(Message, frozen=True):
-    """To the hub: a rank of the trainer met this error; its supervisor starts it again."""
+    """To the hub: a rank of the trainer failed with this error; its supervisor restarts it."""
 
     error: str
     is_memory_full: bool = False
@@ -38,13 +38,13 @@ class StepTrained(Message, frozen=True):
 
     step: int
     incarnation: int = 1
-    """That of rank 0; an earlier one than the hub knows is ignored."""
+    """Incarnation of rank 0; the hub ignores a message of an earlier incarnation than it knows."""
     busy_s: float = 0.0
     waited_s: float = 0.0
 
 
 class CheckpointWritten(Message, frozen=True):
-    """To the hub: the checkpoint after `step` optimizer steps is whole; training may be further."""
+    """To the hub: the checkpoint after `step` optimizer steps is complete; training may have advanced since."""
 
     step: int
     path: str
@@ -57,7 +57,7 @@ class DrainRequested(Message, frozen=True):
 
 
 class StatusRequested(Message, frozen=True):
-    """To the hub: tell the sender's inbox `reply_to` how the run stands."""
+    """To the hub: send the status of the run to the inbox `reply_to`."""
 
     reply_to: str
 

@@ -1,4 +1,4 @@
-"""Messages about the queue on the disk: a relay writes it beside a checkpoint, and a resumed run has it back."""
+"""Messages about the queue on the disk: a relay writes it with each checkpoint, and a resumed run reads it back."""
 
 import msgspec
 
@@ -23,7 +23,7 @@ class SavedRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveQueue(Message, frozen=True):
-    """The hub to a relay: write these rows to the disk, for a run that resumes after `step` steps.
+    """From the hub to a relay: write these rows to the disk, for a run that resumes after `step` steps.
 
     `cursor` is the position in the data that the hub had reached; the answer has the same `number`.
     """
@@ -43,7 +43,7 @@ class QueueSaved(Message, frozen=True):
 
 
 class RestoreQueue(Message, frozen=True):
-    """The hub to a relay: read the rows that were saved for a run that resumes after `step` steps into the storage units."""
+    """From the hub to a relay: read the rows that were saved for a run that resumes after `step` steps into the storage units."""
 
     step: int
 

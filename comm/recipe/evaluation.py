@@ -1,4 +1,4 @@
-"""`eval`: separate prompts that the rollouts answer beside training, and how their answers are judged."""
+"""`eval`: held-out prompts that the rollouts answer during training, and how the answers are scored."""
 
 from msgspec import Struct
 
@@ -9,7 +9,7 @@ WAIT_S = 30.0
 
 
 class EvalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`eval.*`: evaluation beside training, before the first step, every `every` steps and after the last (docs/use/evaluation.md)."""
+    """`eval.*`: evaluation during training: before the first step, every `every` steps and after the last (docs/use/evaluation.md)."""
 
     path: str | tuple[str, ...] = ()
     """Prompts in the form of `data.path`: one file or data set, or a list; metrics are `eval/NAME/...`, NAME a file's stem."""
@@ -18,13 +18,13 @@ class EvalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     every: OptionalCount = 50
     """Steps between two evaluations; 0 is off."""
     samples: Count = 1
-    """Responses per prompt: avg@k is the mean reward of k responses, pass@k the chance that one of k succeeds."""
+    """Responses per prompt: avg@k is the mean reward of k responses, pass@k the probability that at least one of k succeeds."""
     temperature: NotNegative = 0.0
-    """Divisor of the logits, in place of `sampling.temperature`; 0 takes the most probable token."""
+    """Divisor of the logits, instead of `sampling.temperature`; 0 takes the most probable token."""
     threshold: Finite = 1.0
-    """Least reward of a success, for pass@k."""
+    """Smallest reward that counts as a success, for pass@k."""
     max_prompts: Count | None = None
-    """Only the first so many prompts of each file; null takes all."""
+    """Number of prompts of each file, from the first on; null takes all."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_running: Count = 32
     """Trajectories that are decoded together."""
     kv_gb: NotNegative | None = None
-    """GB of the KV cache; null is the rest of `gpu_share`; on a CPU the need of `max_running`, at most half of free memory."""
+    """GB of the KV cache. Null is the rest of `gpu_share`; on a CPU what `max_running` trajectories need, at most half of the free memory."""
     gpu_share: SomeShare = 0.85
     """Fraction of its GPU's memory that a rollout may use."""
     prefill_tokens: Count = 2048
@@ -52,10 +52,10 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
     """The generator: the project's own, an emulated device (`launch.lab --help`), transformers', or your own adapter (docs/use/service.md)."""
     max_age: Count | None = None
-    """Most versions that a rollout's weights are behind the newest: beyond, its running trajectories go on under new ones; null is off."""
+    """Most versions that a rollout's weights may be behind the newest; then it takes new ones in the middle of its trajectories. Null is off."""
     stream_tokens: OptionalCount = 256
-    """If a rollout dies, others continue its trajectories: at most this many tokens of each are generated again; 0 is off."""
+    """If a rollout dies, others continue its trajectories and generate at most this many tokens of each again; 0 is off."""
     tp: Count = 1
     """Tensor-parallel ranks of one replica of the generator; `roles.rollout` is a multiple of it."""
     threads: Count | None = None
-    """Threads of each rank of a rollout; null chooses by the host's cores and what else runs there."""
+    """Threads of each rank of a rollout; null chooses by the host's cores and the other processes there."""

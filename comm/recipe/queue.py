@@ -43,13 +43,13 @@ class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`queue.*`: how far generation may run ahead of training."""
 
     lead: Literal["auto"] | Count = "auto"
-    """Groups that generation runs ahead, leased or ready; auto has as few as keep the trainer busy."""
+    """Number of groups that are leased or ready, so how far generation runs ahead; auto keeps the fewest that keep the trainer busy."""
     max_staleness: OptionalCount | None = None
-    """Upper bound of (version in training - version that generated); with null only queue.lead does. A step waits for a group that is due."""
+    """Largest (version in training - version that generated); with null only queue.lead limits it. A step waits for a group that is due."""
     filter_zero_std: bool = False
     """Drop and replace groups whose rewards are all equal (dynamic sampling)."""
     max_lost_batches: Count | None = 20
-    """Most batches of groups that fail or are filtered out, with none between them that can be trained, and at
+    """Most batches of groups in a row of which none can be trained, because they fail or are filtered out, and at
     least 64 groups; then the run ends. null sets no limit."""
     sampler: str = ""
     """FILE.py:CLASS that chooses the next groups to train (see relay/queue/samplers.py); empty takes the oldest."""
@@ -58,7 +58,7 @@ class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`repack.*`: moving the last trajectories of a version to few rollouts, so that the others can start the next."""
+    """`repack.*`: moving the last trajectories of a version to a few rollouts, so that the others can start the next version."""
 
     enabled: bool = True
     """Whether trajectories are moved."""

@@ -70,15 +70,15 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt_column: str = "prompt"
     """Column of the prompts: text, or chat messages with `role` and `content`."""
     system_prompt: str = ""
-    """System message before each prompt that has none; text prompts become messages of the user."""
+    """System message before each prompt that has none; text prompts become user messages."""
     chat_template: str = ""
-    """File or text of a chat template in place of the tokenizer's; `tokenizer` is its own, for text prompts too."""
+    """A chat template, as a file or as text, instead of the tokenizer's; `tokenizer` applies the tokenizer's template to text prompts too."""
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, by `run.seed`."""
     curriculum: str = ""
-    """`FILE.py:FUNCTION`: the chance from 0 to 1 that a row is taken, by the steps trained so far and the row (docs/use/data.md)."""
+    """`FILE.py:FUNCTION`: the probability from 0 to 1 that a row is used, given the steps trained so far and the row (docs/use/data.md)."""
     too_long: Literal["error", "drop"] = "error"
     """For a prompt that leaves no room for a response: `error` ends the run, `drop` skips the prompt."""
 
@@ -89,7 +89,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def is_chat(self) -> bool:
-        """Whether text prompts become messages of the user."""
+        """Whether text prompts become user messages."""
         return bool(self.system_prompt or self.chat_template)
 
 
@@ -97,11 +97,11 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`reward.*`: the reward functions."""
 
     path: str | tuple[str, ...] = ""
-    """`FILE.py:FUNCTION` in TRL's or verl's form, a ready one such as math or gsm8k, or a list of these (docs/use/rewards.md)."""
+    """`FILE.py:FUNCTION` in TRL's or verl's form, a built-in one such as math or gsm8k, or a list of these (docs/use/rewards.md)."""
     weights: tuple[Finite, ...] = ()
-    """Weights of the functions' rewards in their sum; empty is 1 for each."""
+    """Weights of the functions in the sum of rewards; empty gives each the weight 1."""
     batch: Literal["sample", "group"] = "sample"
-    """Unit of a call: with `group` it gets all samples of each of its prompts, for functions that compare them."""
+    """Unit of scoring: with `group` a call gets all samples of each of its prompts, for functions that compare them."""
     timeout_s: Seconds = 30.0
     """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
     workers: Count = 1
@@ -118,12 +118,12 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ]
         for name in unique:
             if unique.count(name) > 1 or name in REWARD_STATISTICS:
-                raise SettingError(f"reward.path: the name '{name}' is taken already; give the function another one")
+                raise SettingError(f"reward.path: the name '{name}' is already taken; give the function another name")
         return dict(zip(unique, paths, strict=True))
 
 
 class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`environment.*`: what the policy talks to over several turns."""
+    """`environment.*`: tools and environments with which the policy interacts over several turns."""
 
     path: str = ""
     """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/use/environments.md)."""

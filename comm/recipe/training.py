@@ -25,26 +25,26 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine: Annotated[str, words("builtin", "emulated")] = "builtin"
     """The trainer: the project's own, emulated devices, or your own adapter (docs/use/service.md)."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Keep only the layers' inputs for the backward pass and compute the rest again; `auto` where a GPU is too small else."""
+    """Keep only the layers' inputs for the backward pass and recompute the rest; `auto` does so if a GPU would be too small otherwise."""
     offload: bool = False
     """Keep weights, gradients and moments in host memory, and update them there; for GPUs."""
     shard_ranks: Count | None = None
     """Ranks that share one copy of the weights (HSDP); `roles.actor` is a multiple of it, null shards over all (FSDP)."""
     threads: Count | None = None
-    """Threads of each rank of the trainer and of the reference; null chooses by the host's cores and what else runs there."""
+    """Threads of each rank of the trainer and of the reference; null chooses by the host's cores and the other processes there."""
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`lora.*`: a low-rank adapter that is trained in the place of the weights, with peft's names (docs/use/lora.md)."""
+    """`lora.*`: a low-rank adapter that is trained instead of the weights, with peft's names (docs/use/lora.md)."""
 
     rank: OptionalCount = 0
     """Rank of the adapter's matrices; 0 trains the weights themselves."""
     alpha: Positive = 16
-    """Scale of the adapter: its product counts alpha / rank times."""
+    """Scale of the adapter: its product is multiplied by alpha / rank."""
     targets: str | Annotated[tuple[str, ...], Meta(min_length=1)] = "all-linear"
     """Linear layers with an adapter, such as [q_proj, v_proj]; `all-linear` takes all but the LM head."""
     path: str = ""
-    """Folder of an adapter in peft's form that training continues, of the same rank, alpha and targets; empty for a new one."""
+    """Folder of an adapter in peft's format from which training continues, with the same rank, alpha and targets; empty starts a new one."""
 
 
 class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,9 +55,9 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = "grpo"
     """How rewards become advantages, or your own function of rewards and group sizes."""
     gamma: Share = 1.0
-    """Discount of a later reward, for `gae`."""
+    """Discount factor of later rewards, for `gae`."""
     lam: Share = 1.0
-    """Share of later errors of the critic in an advantage, for `gae`: 1 is the whole return, 0 is one step."""
+    """Lambda of GAE: 1 uses the whole return, 0 one step."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages of `grpo` by the rewards' standard deviation in the group or in the step; `none` is Dr. GRPO."""
     loss: Annotated[str, words("clip", "gspo", "cispo", "reinforce", own="FILE.py:FUNCTION")] = "clip"
@@ -69,11 +69,11 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     clip_low: Bound = 0.2
     """Lower clip of the importance ratio: 1 - clip_low; of stale tokens' weights too with `token_clip`."""
     clip_high: Bound = 0.2
-    """Upper clip of the importance ratio: 1 + clip_high; likewise."""
+    """Upper clip of the importance ratio: 1 + clip_high; of stale tokens' weights too with `token_clip`."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null sets none."""
     proximal: Literal["version", "rollout"] = "version"
-    """Policy that the clip compares with: of the step's start (decoupled), or the generator's."""
+    """Policy with which the clip compares: that at the start of the step (decoupled), or the generator's."""
     importance_sampling: Literal["token_truncate", "token_clip", "token_mask", "sequence_truncate", "sequence_mask"] = (
         "token_truncate"
     )
@@ -89,7 +89,7 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL term to the loss of each token, or subtract it from the reward."""
     mask_truncated: bool = False
-    """Leave responses that were cut at their longest length out of the loss."""
+    """Leave responses that were cut at the maximum length out of the loss."""
     overlong_buffer: OptionalCount = 0
     """Tokens before `sampling.max_new_tokens` over which a penalty for length grows (DAPO); 0 is off."""
     overlong_penalty: NotNegative = 1.0
@@ -108,7 +108,7 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lr_schedule: Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt"] = "constant"
     """Learning rate after the warm-up, over `run.steps`; as `transformers.get_scheduler`."""
     min_lr_ratio: Share = 0.0
-    """Share of `lr` at the end of the schedule `cosine`."""
+    """Final learning rate of the schedule `cosine`, as a share of `lr`."""
     warmup_steps: OptionalCount = 0
     """Steps of linear warm-up."""
     beta1: ShareBelowOne = 0.9
@@ -120,7 +120,7 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay, times `lr`; none for norms and biases."""
     max_grad_norm: Bound = 1.0
-    """Largest norm of the gradient; a longer one is scaled down (0 is off)."""
+    """Largest norm of the gradient; a larger gradient is scaled down (0 is off)."""
     micro_tokens: Count | None = None
     """Token budget of one packed micro-batch; null is 8192 on GPUs, and 2048 on a host without one, where more costs memory and gains little time."""
 
@@ -136,7 +136,7 @@ class CriticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lr: NotNegative = 1e-5
     """Peak learning rate."""
     clip_value: Bound = 0.5
-    """Most that a value may move from the value before the step, in the loss; 0 is off."""
+    """Largest difference from the value before the step that the loss uses; 0 is off."""
     warmup_steps: OptionalCount = 0
     """First steps that update the critic alone; the policy stays as it is (verl's `critic_warmup`)."""
 
@@ -145,10 +145,10 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`checkpoint.*`: the checkpoints under `checkpoints/`."""
 
     every: OptionalCount | None = None
-    """Optimizer steps between two checkpoints; null writes one every 30 minutes, 0 none. The end of a run, and a signal, write one in any case."""
+    """Optimizer steps between two checkpoints; null writes one every 30 minutes, 0 none. One is always written at the end of a run and after a signal."""
     keep: Count = 2
     """Number of the newest checkpoints that stay on disk."""
     best: str = ""
     """A metric such as `reward/mean` or `eval/NAME/avg@1`: the checkpoint with its highest value stays on disk too; empty is off."""
     grace_s: SecondsOrNone = 60.0
-    """Seconds that an interrupted run has, beyond the usual 20, to write its last checkpoint."""
+    """Seconds that an interrupted run has to write its last checkpoint, in addition to the usual 20."""

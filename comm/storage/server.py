@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_S = 10.0
 _TRANSFER_S = 60.0
 MOST_STRANGERS = 256
-"""Connections that may be open before their hand-shake; of more the oldest is closed, so a crowd costs few threads."""
+"""Most connections that have not finished the handshake; beyond that the oldest is closed, so they cost few threads."""
 _IDLE_S = 1e9  # a client may be idle for the whole run; the end of its process closes the connection
 _CLOSE_S = 10.0
 _RETRY_S = 0.1

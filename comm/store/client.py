@@ -58,7 +58,7 @@ class StoreClient:
         """patience_s: seconds of silence after which the store counts as gone."""
         self.address = address
         self.on_delivery: dict[str, Callable[[Delivery], None]] = {}
-        """By inbox."""
+        """The callback of each inbox."""
         self.on_changed: Callable[[Changed], None] = lambda changed: None
         self.on_gone: Callable[[StoreGone], None] = lambda error: None
         """Called once if the connection ends before `close`."""

@@ -8,7 +8,7 @@ from ...relay.checkpoints import CheckpointFolder
 
 
 def check_lora(recipe: Recipe, folder: Path) -> list[str]:
-    """Refuse what an adapter cannot do; `folder` is the policy's. Returns warnings of settings without effect."""
+    """Refuse what an adapter cannot do; `folder` is the policy's. Returns warnings about settings without effect."""
     lora = recipe.lora
     if not lora.rank:
         return (

@@ -38,7 +38,7 @@ from .run_folder import under_way
 from .signature_checks import check_reward_arguments, check_tools
 
 _USUAL_RATES = ((50e6, math.inf), (500e6, 5e-5), (math.inf, 1e-5))
-"""Largest usual learning rate of all weights of a policy with up to so many parameters: the smaller the policy, the more it takes."""
+"""Largest usual learning rate when all weights are trained, by number of parameters: a smaller policy tolerates a higher rate."""
 
 
 def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
@@ -105,15 +105,15 @@ def check_combinations(recipe: Recipe) -> None:
     roles = recipe.roles
     queue = recipe.queue
     if 0 < recipe.sampling.temperature < LEAST_TEMPERATURE:
-        raise SettingError(f"sampling.temperature: take 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
+        raise SettingError(f"sampling.temperature: set 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
     if "" in recipe.sampling.stop:
         raise SettingError("sampling.stop: an empty string would end every response at once; leave it out")
     if tp > 1 and exact:
-        raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
+        raise SettingError("rollout.tp cannot be combined with generator.exact, which runs on one rank only")
     if tp > 1 and recipe.rollout.engine != "builtin":
         raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
     if exact and roles.actor > 1:
-        raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
+        raise SettingError("generator.exact cannot be combined with several actor ranks; set roles.actor=1")
     check_comm(recipe)
     _check_schedule(recipe)
     if bool(queue.tasks) != bool(roles.task):
@@ -152,9 +152,11 @@ def _check_trainer(recipe: Recipe) -> None:
             f"trainer.shard_ranks: roles.actor={actors} is not a multiple of {trainer.shard_ranks} ranks a copy"
         )
     if recipe.generator.exact and trainer.activation_checkpointing is True:
-        raise SettingError("trainer.activation_checkpointing: not with generator.exact, whose layers are not modules")
+        raise SettingError(
+            "trainer.activation_checkpointing cannot be combined with generator.exact, whose layers are not modules"
+        )
     if recipe.generator.exact and trainer.offload:
-        raise SettingError("trainer.offload: not with generator.exact, whose layers are not modules")
+        raise SettingError("trainer.offload cannot be combined with generator.exact, whose layers are not modules")
 
 
 def _check_emulation(recipe: Recipe) -> None:
@@ -164,7 +166,7 @@ def _check_emulation(recipe: Recipe) -> None:
     if emulated and recipe.batch.passes > 1:
         raise SettingError("batch.passes: emulated devices train each group once")
     if emulated and recipe.lora.rank:
-        raise SettingError("lora.rank: emulated devices have no adapter; the size of a version is theirs")
+        raise SettingError("lora.rank: emulated devices have no adapter; their own settings give the size of a version")
     if emulated and recipe.roles.actor > 1:
         raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see lab.train_gpus")
     if emulated:
@@ -274,8 +276,8 @@ def check_files(role: str, recipe: Recipe) -> None:
         ModelFiles.read(recipe.model.path)
     if role == "actor" and recipe.roles.actor > 1 and not (Path(recipe.run.dir) / CONFIG_FILE).exists():
         raise SettingError(
-            f"run.dir: {recipe.run.dir} is not the folder of the first host; the actor's ranks need one that they share,"
-            " for checkpoints"
+            f"run.dir: {recipe.run.dir} is not the same folder as on the first host; actor ranks need a shared one for"
+            " checkpoints"
         )
     if role == "rollout":
         _check_reward(recipe)
@@ -325,7 +327,7 @@ def _check_optimizer(recipe: Recipe) -> None:
         raise SettingError(f"optimizer.lr: lr_schedule=polynomial ends at 1e-7, so it cannot begin at {optimizer.lr:g}")
     if optimizer.warmup_steps >= recipe.run.steps > 1 and optimizer.lr_schedule != "constant":
         raise SettingError(
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={recipe.run.steps} leave none"
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={recipe.run.steps} leave no steps after the warm-up"
         )
     if optimizer.name != "adamw":
         from ...trainer.learners.optimizer import optimizer_class
@@ -334,7 +336,7 @@ def _check_optimizer(recipe: Recipe) -> None:
 
 
 def _check_rate(recipe: Recipe, folder: Path) -> list[str]:
-    """A warning of a rate at which a pretrained model forgets what it knows."""
+    """A warning about a learning rate at which a pretrained model forgets what it knows."""
     lr = recipe.optimizer.lr
     if recipe.lora.rank or lr <= min(rate for _, rate in _USUAL_RATES):
         return []

@@ -9,8 +9,8 @@ def check_comm(recipe: Recipe) -> None:
     comm = recipe.comm
     if comm.expiry_s < 2 * comm.heartbeat_s:
         raise SettingError(
-            f"comm.expiry_s={comm.expiry_s:g}: at least twice comm.heartbeat_s={comm.heartbeat_s:g}, or processes that live"
-            " count as dead"
+            f"comm.expiry_s={comm.expiry_s:g} must be at least twice comm.heartbeat_s={comm.heartbeat_s:g}, or processes that are"
+            " alive would count as dead"
         )
     if comm.tls:
         _check_tls(recipe)
@@ -18,7 +18,7 @@ def check_comm(recipe: Recipe) -> None:
 
 def _check_tls(recipe: Recipe) -> None:
     if recipe.comm.link == "nccl":
-        raise SettingError("comm.tls: NCCL encrypts nothing; set comm.link=tcp, or comm.tls=false")
+        raise SettingError("comm.tls: NCCL does not encrypt; set comm.link=tcp, or comm.tls=false")
     from ...comm.links.tls import TlsIdentity
 
     TlsIdentity()

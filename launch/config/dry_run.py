@@ -30,7 +30,7 @@ class DryRun:
     hosts: Sequence[int] = ()
     """Ranks on each host; by default all are on one."""
     gpus: Gpus | None = None
-    """Those of another machine to plan for, whose files are not looked for here; None plans for this host. A GPU of them that is too
+    """The GPUs of another machine to plan for, whose files are not checked here; None plans for this host. One that is too
     small is an error."""
     unmade: Collection[str] = ()
     """Settings whose files a start makes first."""

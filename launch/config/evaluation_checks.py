@@ -16,14 +16,14 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
     if not settings.paths:
         return []
     if 0 < settings.temperature < LEAST_TEMPERATURE:
-        raise SettingError(f"eval.temperature: take 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
+        raise SettingError(f"eval.temperature: set 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
     if settings.samples > 1 and settings.temperature == 0:
         raise SettingError(
-            f"eval.samples={settings.samples}: greedy responses to a prompt are equal; set eval.temperature above 0"
+            f"eval.samples={settings.samples}: greedy responses to a prompt are all the same; set eval.temperature above 0"
         )
     if recipe.comm.deadline_s < 2 * WAIT_S:
         raise SettingError(
-            f"comm.deadline_s: with eval.path at least {2 * WAIT_S:g}, since the trainer may wait for an evaluation"
+            f"comm.deadline_s must be at least {2 * WAIT_S:g} with eval.path, since the trainer may wait for an evaluation"
         )
     try:
         data = evaluation_data(recipe.data, settings).values()
@@ -46,9 +46,9 @@ def _check_best(recipe: Recipe) -> None:
     means = [f"avg@{settings.samples}", *(f"pass@{k}" for k in pass_sizes(settings.samples))]
     known = [f"eval/{name}/{mean}" for name in evaluation_names(settings) for mean in means]
     if best not in known:
-        raise SettingError(f"checkpoint.best={best}: an evaluation has {', '.join(known)}")
+        raise SettingError(f"checkpoint.best={best}: the metrics of an evaluation are {', '.join(known)}")
     if every and every % settings.every:
         raise SettingError(
-            f"checkpoint.best={best}: an evaluation every {settings.every} steps scores no checkpoint every {every} steps;"
+            f"checkpoint.best={best}: with eval.every={settings.every}, some checkpoints (every {every} steps) have no score;"
             " set checkpoint.every to a multiple of eval.every"
         )

@@ -28,7 +28,7 @@ class Gpus:
 
     @classmethod
     def of_this_host(cls) -> "Gpus":
-        """Those that the job's `CUDA_VISIBLE_DEVICES` names; without it, all that nvidia-smi or else the driver shows."""
+        """The GPUs in the job's `CUDA_VISIBLE_DEVICES`; if it is not set, all that nvidia-smi or else the driver shows."""
         sizes = _from_nvidia_smi() or {file.name.removeprefix("nvidia"): 0.0 for file in _device_files()}
         job = os.environ.get(VISIBLE_DEVICES)
         names = tuple(name for name in sizes if name.isdigit()) if job is None else tuple(_visible(job, sizes))
@@ -52,7 +52,7 @@ class Gpus:
 
 
 def _from_nvidia_smi() -> dict[str, float]:
-    """Of each GPU its number and its UUID, each with its memory in GB; empty without nvidia-smi."""
+    """The memory in GB of each GPU, under its number and its UUID; empty without nvidia-smi."""
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=os.pathsep.join(_PLACES))
     if program is None:
         return {}

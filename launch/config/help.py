@@ -17,8 +17,8 @@ usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--s
        torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
        python -m headrace.launch.run join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
-  --dry-run   print roles, batch arithmetic and memory, make every check of a start, and stop
-  --settings  with --dry-run, print every setting of the recipe too
+  --dry-run   print roles, batch arithmetic and memory, make all checks of a start, then stop
+  --settings  with --dry-run, also print every setting of the recipe
   --gpus=COUNTxGB
               with --dry-run, the GPUs of each host to plan for, such as 8x80; refused if they are too small.
               Data, functions and weights, which may be elsewhere, are not checked then
@@ -26,8 +26,8 @@ usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--s
               on each of several hosts, as in torchrun
   --help      print this page
 
-The first form checks the recipe and starts torchrun with as many ranks as `roles` asks for. It ends with 0 when the run
-is done, 2 for a mistake in the recipe or its files, 130 after Ctrl-C, 143 after SIGTERM, and 1 when the run failed.
+The first form checks the recipe and starts torchrun with as many ranks as `roles` asks for. It exits with 0 when the run
+is finished, 2 for a mistake in the recipe or its files, 130 after Ctrl-C, 143 after SIGTERM, and 1 when the run failed.
 The third form adds rollouts and relays of this host to a running job.
 
 Settings (of the recipe file, or as KEY=VALUE):

@@ -25,7 +25,7 @@ STATES = (
     "moments",
     "reference policy",
     "critic",
-    "weights of the version's start",
+    "weights at the version's start",
     "3 versions",
     "process",
 )

@@ -18,7 +18,7 @@ _VOCABULARY_FILES = ("merges.txt", "added_tokens.json")
 _WRITTEN_BY = ("_name_or_path", "transformers_version")
 """Settings of a configuration that say where it comes from."""
 _NOT_OF_TOKENS = (*_WRITTEN_BY, "name_or_path", "tokenizer_class", "tokenizer_file", "backend", "is_local")
-"""Those of a tokenizer that follow from where it is and from the version of `transformers`."""
+"""Settings of a tokenizer that depend on its location and on the version of `transformers`."""
 _SAMPLE_BYTES = 1 << 12
 
 

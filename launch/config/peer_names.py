@@ -12,13 +12,13 @@ EARLIER: Mapping[str, str] = {
     "queue.capacity": "queue.lead=N keeps N groups under way",
     "queue.on_failed": "the other trajectories of a group are always trained",
     "queue.on_stale": "a step always waits for a group that is due under queue.max_staleness",
-    "relay.staging_device": "with comm.link=nccl the relays take a GPU without a worker by themselves",
+    "relay.staging_device": "with comm.link=nccl the relays choose a GPU without an actor or rollout themselves",
     "repack.batch_bound": "each rollout measures it at its start",
     "repack.slowdown": "a moved trajectory slows the decode steps of its destination to three times an empty cache's at most",
     "repack.transfer": "each rollout measures which is cheaper, to send a cache or to compute it again",
     "rollout.batch_groups": "a rollout takes its share of a step or of the window; queue.lead=N sets the window",
 }
-"""By name, or section, what has taken the place of a setting of an earlier version."""
+"""The replacement of each setting, or section, of an earlier version."""
 _TRL = {
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
@@ -107,11 +107,11 @@ _PRIME_RL = {
     "sampling.max_tokens": "sampling.max_new_tokens",
 }
 PEERS: Mapping[str, Mapping[str, str]] = {"TRL": _TRL, "verl": _VERL, "prime-rl": _PRIME_RL}
-"""By project: its name of a setting, from as far to the left as the name needs, and the name here."""
+"""For each project, its names of settings (with as many leading sections as needed) and the names here."""
 
 
 def name_hint(name: str) -> str:
-    """The replacement for an unknown dotted name, as the end of a sentence; empty if neither an earlier version nor a peer has it."""
+    """The replacement for an unknown dotted name, as the end of a sentence; empty if neither an earlier version nor a peer knows it."""
     for known in (name, name.partition(".")[0]):
         if known in EARLIER:
             return f"; {EARLIER[known]}"

@@ -12,11 +12,11 @@ from ...trainer.policy.checkpoint_files import find_checkpoint
 _SAMPLE_ROWS = 4096
 """Rows of each set that are looked at."""
 _TOKENIZED = 32
-"""Of these, the longest ones in bytes whose tokens are counted."""
+"""Number of these, the longest in bytes, whose tokens are counted."""
 
 
 def longest_prompt(recipe: Recipe, unmade: Collection[str] = ()) -> PromptLength | None:
-    """Of the first rows of each set of data and evaluation; None if they cannot be read, which the checks of a start tell.
+    """The longest prompt in the first rows of each set of data and evaluation; None if they cannot be read, which the checks of a start report.
 
     Only the longest prompts in bytes are tokenized, so that it stays quick. Later rows may have longer ones: a run never relies on
     this number.

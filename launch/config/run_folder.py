@@ -15,7 +15,7 @@ SUMMARY_FILE = "summary.json"
 
 
 def make_run_folder(run_dir: str | Path) -> Path:
-    """Make a run folder, which others may read as the user's umask says. One that exists stays as it is.
+    """Make a run folder, with the permissions of the user's umask. An existing one stays as it is.
 
     Raises `SettingError`.
     """
@@ -28,7 +28,7 @@ def make_run_folder(run_dir: str | Path) -> Path:
 
 
 def remove_empty(*folders: Path) -> None:
-    """Remove folders that nothing was put into, each before the one above it."""
+    """Remove empty folders, each before its parent."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
@@ -59,7 +59,7 @@ class FolderWatch:
     """Whether a run folder is still in its place: otherwise a process that writes by its path would create a second folder."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Holds the folder open, so that no later one can have its number."""
+        """Keeps the folder open, so that no later folder can have its inode number."""
         self._path = run_dir
         self._folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
         weakref.finalize(self, os.close, self._folder)

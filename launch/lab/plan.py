@@ -38,9 +38,9 @@ MOST_STEPS = 24
 """Steps of a simulated run, unless the recipe has fewer."""
 LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS + 1
 WORTH = 1.01
-"""Gain in tokens/s from which on a larger micro-batch is proposed."""
+"""Smallest gain in tokens/s for which a larger micro-batch is proposed."""
 RELAY_BUSY = 0.5
-"""Share of its time from which on a relay, which computes on one processor, is taken for too busy."""
+"""Busy share above which a relay, which uses one CPU core, counts as too busy."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Simulation:
         return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder))
 
     def figures(self, knobs: Knobs, times: int = 1) -> Figures:
-        """Of a run with micro-batches that are so many times as large as the recipe's; all GPUs that train share one."""
+        """The figures of a run whose micro-batches are `times` as large as the recipe's; all GPUs that train share one."""
         recipe = self.devices.recipe
         train_gpus = self.devices.train_gpus(knobs)
         micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // lab_of(recipe).train_gpus)
@@ -122,8 +122,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("recipe", help="a recipe")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the recipe")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="folder of a finished run to measure")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to divide; default: the recipe's")
-    parser.add_argument("--steps", type=int, metavar="N", help=f"steps of a simulated run; at most {MOST_STEPS} else")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs to plan for (default: the recipe's)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help=f"steps of a simulated run (default: at most {MOST_STEPS})"
+    )
     parser.add_argument("--runs", type=int, default=24, metavar="N", help="most simulated runs (24)")
     arguments = parser.parse_intermixed_args(words)
     return exit_code(lambda: plan(read_recipe(arguments.recipe, arguments.overrides), arguments))
@@ -144,7 +146,7 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
         measured = _recipe_of(run)
         own = _emulated(measured, run, measured, steps)
         if is_emulated(measured) != is_emulated(recipe):
-            raise SettingError("--from: of recipe and run only one emulates its devices")
+            raise SettingError("--from: the recipe and the run must both emulate their devices, or neither")
         simulation = Simulation.of(Devices.of(own), home)
         predicted = simulation.figures(simulation.devices.own)
         print("\n".join(comparison(predicted, measured_figures(run), simulation.devices)), flush=True)
@@ -238,11 +240,13 @@ def most_micro_tokens(recipe: Recipe) -> int | None:
 
 
 def _micro_batch_line(micro_batch_s: float, figures: Figures, most: int | None) -> str:
-    room = "no GPU here tells the most tokens" if most is None else f"memory is enough for {most:,} tokens"
+    room = "without a GPU the most tokens are unknown" if most is None else f"memory is enough for {most:,} tokens"
     if not micro_batch_s:
-        return f"micro-batches: their number in a step tells no time of one beside its tokens; {room}"
+        return f"micro-batches: this run cannot separate their fixed cost from the other costs of a step; {room}"
     share = figures.micro_batches * micro_batch_s / figures.step_s
-    return f"micro-batches: {micro_batch_s * 1e3:.3g} ms each beside their tokens, {share:.1%} of a step; {room}"
+    return (
+        f"micro-batches: {micro_batch_s * 1e3:.3g} ms each in addition to their tokens, {share:.1%} of a step; {room}"
+    )
 
 
 def _split(devices: Devices, knobs: Knobs) -> str:

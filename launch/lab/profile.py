@@ -63,7 +63,9 @@ def profile_of(run_dir: Path, recipe: Recipe) -> LabSettings:
     num_leases = sum(isinstance(event, Leased) for event in inside)
     lengths = [event.num_tokens - num_prompt for event in inside if isinstance(event, RowReady)]
     if not lengths:
-        raise SettingError(f"--from: no response ended in the measured part of {run_dir}; take a run of more steps")
+        raise SettingError(
+            f"--from: no response was finished in the measured part of {run_dir}; use a run with more steps"
+        )
     return LabSettings(
         prompt_tokens=num_prompt,
         lengths=equal_parts(lengths),
@@ -92,7 +94,7 @@ def emulated_recipe(recipe: Recipe, profile: LabSettings) -> Recipe:
     }  # fmt: skip
     for name, is_set in unknown.items():
         if is_set:
-            raise SettingError(f"{name}: emulated devices do not have its work, so a plan would be wrong")
+            raise SettingError(f"{name}: emulated devices cannot simulate this work, so a plan would be wrong")
     actors = recipe.roles.actor
     rollouts = recipe.roles.rollout // recipe.rollout.tp
     return Recipe(
@@ -184,7 +186,7 @@ def _generators(timeline: Timeline, window: Window, num_prefilled: int) -> dict[
     num_steps = float(sums[0])
     step_s = float(sums[3])
     if not num_steps or not terms.any():
-        raise SettingError("--from: its rollouts report no decode steps; take a run of this version with more steps")
+        raise SettingError("--from: its rollouts reported no decode steps; use a run of this version with more steps")
     terms /= num_steps
     decode_s = float(terms @ sums[:3])
     terms *= min(1.0, step_s / decode_s)

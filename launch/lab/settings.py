@@ -51,7 +51,7 @@ class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     p99_over_median: AtLeastOne = 10.0
     """The 99th percentile of the lengths over their median, before the limit."""
     lengths: tuple[Count, ...] = ()
-    """Measured lengths of responses, equally probable, in place of the log-normal ones."""
+    """Measured lengths of responses, equally probable, instead of the log-normal ones."""
     train_us: NotNegative = 820.0
     """Microseconds of one GPU to train one token of prompt or response."""
     update_s: NotNegative = 0.0
@@ -71,7 +71,7 @@ class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     reshard_gb_s: Positive = 32.0
     """GB/s at which colocated devices convert the trainer's weights to the generator's layout."""
     buffer_kb: Count = 64
-    """Size in KB of the buffer that is really sent in place of the weights."""
+    """Size in KB of the buffer that is really sent instead of the weights."""
 
 
 @cache

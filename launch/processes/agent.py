@@ -32,7 +32,7 @@ from .supervisor import LAUNCHER, SHUTDOWN_S
 PATIENCE_S = 2 * SHUTDOWN_S
 """Seconds from an interrupt until torchrun gets SIGQUIT, and from there until it is killed."""
 _END = signal.SIGQUIT
-"""Ends torchrun, which passes it on to its ranks: it ends those too, and their processes end with them."""
+"""Ends torchrun, which passes it on to its ranks; these end too, and their processes with them."""
 REFUSED = signal.SIGUSR2
 """Ends torchrun when a rank refuses to start: a signal that torchrun leaves alone, so it prints nothing."""
 _KILL_S = 10.0
@@ -40,7 +40,7 @@ _KILL_S = 10.0
 _BARRIER_S = 2.0
 """Seconds that torchrun may wait for the torchruns of other hosts once its ranks have ended."""
 _POLL_S = 0.5
-"""Seconds between two looks at torchrun."""
+"""Seconds between two checks of torchrun."""
 _REFUSAL_S = 5.0
 _TELL_S = 120.0
 
@@ -58,7 +58,7 @@ class Hosts:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> "Hosts":
-        """From torchrun's options without their dashes. Raises `SettingError`."""
+        """The hosts that torchrun's options describe, without their dashes. Raises `SettingError`."""
         values: dict[str, int | str | tuple[int, ...]] = {}
         for option, text in options.items():
             name = option.replace("-", "_")
@@ -74,12 +74,10 @@ class Hosts:
             raise SettingError(f"--nnodes={hosts.nnodes} needs --master-addr, the address of the first host")
         if len(hosts.nproc_per_node) > 1 and len(hosts.nproc_per_node) != hosts.nnodes:
             raise SettingError(
-                f"--nproc-per-node={options['nproc-per-node']} has {len(hosts.nproc_per_node)} hosts, --nnodes={hosts.nnodes}"
+                f"--nproc-per-node={options['nproc-per-node']} lists {len(hosts.nproc_per_node)} hosts, not --nnodes={hosts.nnodes}"
             )
         if hosts.node_rank >= hosts.nnodes:
-            raise SettingError(
-                f"--node-rank={hosts.node_rank}: with --nnodes={hosts.nnodes} it is below {hosts.nnodes}"
-            )
+            raise SettingError(f"--node-rank={hosts.node_rank} must be below --nnodes={hosts.nnodes}")
         return hosts
 
     def ranks(self, recipe: Recipe) -> list[int]:
@@ -168,7 +166,7 @@ class Torchrun:
                     torchrun.send(number)
                 elif left := kill_tree(torchrun.pid, _KILL_S):
                     print_message(
-                        f"still there after SIGKILL, inside the kernel: processes {', '.join(map(str, left))}"
+                        f"processes still there after SIGKILL, blocked in the kernel: {', '.join(map(str, left))}"
                     )
             if self._is_left_behind(torchrun):
                 torchrun.send(signal.SIGKILL)
@@ -183,7 +181,7 @@ class Torchrun:
         return min(_POLL_S, max(0.0, self._deadline - time.monotonic()))
 
     def _is_left_behind(self, torchrun: Child) -> bool:
-        """Whether the ranks of this host have ended a while ago. torchrun waits minutes for a host that is gone."""
+        """Whether the ranks of this host ended some time ago. torchrun waits minutes for a host that is gone."""
         if self._hosts.nnodes == 1:
             return False
         if children_of(torchrun.pid):
@@ -264,7 +262,7 @@ def refuse_start(error: SettingError, *, is_known: bool) -> int:
 
 
 def _is_torchrun(pid: int) -> bool:
-    """Whether a process is a torchrun, and not one that has only heard of it, such as a shell with the word in its command."""
+    """Whether a process is a torchrun, and not one whose command only mentions it, such as a shell."""
     try:
         program, *words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
     except OSError:

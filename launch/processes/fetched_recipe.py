@@ -19,7 +19,7 @@ def fetch_recipe(address: str, secret: bytes) -> Recipe:
     except StoreGone as error:
         if isinstance(error.__cause__, WrongSecret):
             raise SettingError(
-                f"run.dir: the secret here is not that of the run whose store is at {address}; share run.dir between the hosts,"
+                f"run.dir: the secret on this host is not that of the run whose store is at {address}; share run.dir between the hosts,"
                 " or set HEADRACE_SECRET to the same text on each of them"
             ) from error
         raise

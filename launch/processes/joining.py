@@ -31,7 +31,7 @@ def join_run(where: str, recipe_file: str | None, overrides: list[str]) -> int:
     roles = read_recipe(recipe_file, overrides).roles
     if others := [word for word in overrides if word.partition("=")[0] not in ("roles.rollout", "roles.relay")]:
         raise SettingError(
-            f"join: {others[0]} has no effect; all but roles.rollout and roles.relay is as in the run's recipe"
+            f"join: {others[0]} has no effect; all settings except roles.rollout and roles.relay come from the run's recipe"
         )
     run = find_run(where)
     recipe, first_replica, first_relay = _take_places(run, roles)

@@ -14,9 +14,9 @@ from ...comm.host_memory import cgroups, held_by, memory_bytes, number_in
 from ..config.memory_advice import advice
 
 LOOK_S = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 MEMORY_S = 10.0
-"""Seconds that a look is remembered: the kernel may take seconds to free a large process."""
+"""Seconds for which a check is remembered: the kernel may take seconds to free a large process."""
 _ELSEWHERE = "it holds little itself: leave memory free on this host, or start fewer ranks there (roles)"
 
 
@@ -40,7 +40,7 @@ class MemoryKills:
         """The most that each process has shared."""
 
     def look(self, pids: Mapping[str, int]) -> None:
-        """Remember what the children of these process ids hold now; at most once in `LOOK_S`."""
+        """Record the present memory of the children with these process ids; at most once in `LOOK_S`."""
         now = time.monotonic()
         if self._looks and now - self._looks[-1].at < LOOK_S:
             return

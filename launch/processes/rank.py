@@ -109,8 +109,8 @@ def _make_ready(recipe: Recipe, run_dir: Path, warnings: Sequence[str]) -> None:
 
 
 def tell_finished(step: int) -> None:
-    """Say that there is nothing to do."""
-    print_message(f"run.resume=auto: finished after step {step}; raise run.steps to go on")
+    """Print that there is nothing to do."""
+    print_message(f"run.resume=auto: finished after step {step}; raise run.steps to continue")
 
 
 def _read(recipe_file: str | None, overrides: Sequence[str]) -> Recipe:

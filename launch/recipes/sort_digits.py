@@ -1,7 +1,7 @@
 """The quickstart's task: sort the digits of a prompt, `56824:` -> `#24568`. Prompts, demonstrations and the reward.
 
 List lengths have a geometric tail, and so have the responses. Demonstrations are sloppy (some neighbours are swapped):
-a policy that imitates them well is right about one time in five, which is what training by reward then mends.
+a policy that imitates them well is right about one time in five, which training by reward then improves.
 """
 
 import json

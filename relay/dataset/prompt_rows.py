@@ -43,7 +43,7 @@ class PromptRows:
 
 
 def _as_chat(prompt: Any, system_prompt: str) -> Any:
-    """A text as a message of the user; the system prompt comes before messages that have none."""
+    """A text as a user message; the system prompt is put before messages that have none."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not (system_prompt and isinstance(messages, list)):
         return messages

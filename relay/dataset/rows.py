@@ -22,8 +22,8 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
 _BLOCK_BYTES = 1 << 20
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
-"""In the text of an object that has none of its own."""
-_TOO_DEEP = f"has more than {MAX_NESTED} lists or objects one inside the other"
+"""Part of the text of an object that has no text of its own."""
+_TOO_DEEP = f"has more than {MAX_NESTED} nested lists or objects"
 _NOT_FINITE = re.compile(rb"\b(NaN|Infinity)\b")
 
 
@@ -79,7 +79,7 @@ class JsonLines:
         return line.removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
 
     def _check_bytes(self, stamp: tuple[int, int]) -> None:
-        """Accept a new stamp of the same bytes, as `touch` leaves it. Reads the file once."""
+        """Accept a new modification time of the same bytes, as `touch` sets it. Reads the file once."""
         digest = xxh3_64()
         place = 0
         while block := os.pread(self._file, _BLOCK_BYTES, place):
@@ -143,7 +143,7 @@ def as_json(row: dict[str, Any]) -> bytes:
                 _dumped({name: value})
             except TypeError:
                 raise SettingError(
-                    f"data.path: the column {name} holds objects without a text, such as images; write a data set without it"
+                    f"data.path: the column {name} has values that JSON cannot hold, such as images; use a data set without it"
                 ) from None
         raise
 

@@ -22,7 +22,7 @@ def is_python(path: str) -> bool:
 class UserRows:
     """The rows of an object with `__len__` and `__getitem__`; each is made when it is read. 8 bytes a row are kept, for its digest.
 
-    An error of the user's code is a `SettingError` with its line, and so is a row that is another one when it is read again.
+    An error of the user's code is a `SettingError` with its line, and so is a row that has changed when it is read again.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,7 +37,7 @@ class UserRows:
             self._rows = _made(load_object("data.path", path))
         if missing := [each for each in ("__len__", "__getitem__") if not hasattr(type(self._rows), each)]:
             raise SettingError(
-                f"data.path: {path} has no {missing[0]}; rows are counted and read by their number, from 0"
+                f"data.path: {path} has no {missing[0]}; rows are counted with __len__ and read with __getitem__, from index 0"
             )
         with self._told(""):
             self._digests = array("Q", bytes(8 * len(self._rows)))
@@ -60,7 +60,9 @@ class UserRows:
         before = self._digests[index]
         self._digests[index] = xxh3_64_intdigest(made)
         if before not in (0, self._digests[index]):
-            raise SettingError(f"data.path: {self._path}: {where} has changed; a row follows from its number alone")
+            raise SettingError(
+                f"data.path: {self._path}: {where} has changed since it was first read; a row must depend on its index alone"
+            )
         return made
 
     @contextmanager

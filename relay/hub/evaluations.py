@@ -1,4 +1,4 @@
-"""Evaluations beside training: rollouts that hold the version answer its prompts before those of training.
+"""Evaluations during training: rollouts that hold the version answer its prompts before those of training.
 
 An evaluation is pinned to the version at which it is due. A rollout takes a share of its prompts and keeps the version until
 none are left to take. An idle rollout that is ahead goes back to the version; once no process has the version any more,

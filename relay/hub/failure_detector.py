@@ -26,13 +26,13 @@ class FailureDetector:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.seen: dict[str, Member] = {}
-        """The last member that was seen under each name."""
+        """The last member seen under each name."""
         self.living: dict[str, Member] = {}
-        """The watched members that were in the fleet at the last look, by name."""
+        """The watched members that were alive at the last call, by name."""
         self._declared: set[str] = set()
 
     def deaths(self) -> list[Death]:
-        """The deaths since the last look, each told once."""
+        """The deaths since the last call, each reported once."""
         watched = [member for member in self._fleet.members() if member.role in WATCHED]
         # One that joined and died between two looks may hold leases too.
         missed = [member for member in watched if not member.is_alive and not self._has_seen(member)]
@@ -47,7 +47,7 @@ class FailureDetector:
         return deaths
 
     def survivors(self, lost_storage_ids: Collection[str]) -> list[Member]:
-        """Relays that were silent and are back though their storage units are given up, each told once."""
+        """Relays that were silent and are back although their storage units were given up, each reported once."""
         units = {storage_id_of(relay.name, relay.incarnation): relay for relay in self._fleet.alive_members("relay")}
         found = [unit for unit in units if unit in lost_storage_ids and unit not in self._declared]
         self._declared.update(found)

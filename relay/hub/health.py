@@ -19,18 +19,18 @@ FIRST_ALARM_S = 60.0
 _ALARM_STEPS = 5
 """Usual times of a step without one after which the console says so; then after twice the time, and so on."""
 _MIN_GROUPS = 64
-"""The least number of groups in vain that ends a run: several small batches in a row may fail by chance."""
+"""Smallest number of useless groups in a row that ends a run: several small batches in a row may fail by chance."""
 _FIRST_LINE = 10
-"""Groups in vain in a row after which the console says so; then after ten times as many, and so on."""
+"""Number of useless groups in a row after which the console says so; then after ten times as many, and so on."""
 _LOST_ALARM = 4
 """Times the rows in flight that may be lost within a step before the console says so."""
-_HOW_LONG = "allowed is four times the longest of comm.deadline_s, reward.timeout_s and environment.timeout_s, and at least an hour"
+_HOW_LONG = "the limit is four times the longest of comm.deadline_s, reward.timeout_s and environment.timeout_s, and at least an hour"
 _TICK_S = 2.0
-"""Longest time that counts between two looks: while the hub stands still itself, such as for a full disk, no one else is slow."""
+"""Longest time that counts between two checks: while the hub itself is blocked, such as by a full disk, the others are not slow."""
 
 
 class Health(Handler):
-    """Looks at the losses after each message, and at the time whenever the hub's loop calls `watch`.
+    """Checks the losses after each message, and the time whenever the hub's loop calls `watch`.
 
     seconds: a clock. patience_s: see `PATIENCE_S`.
     """
@@ -53,7 +53,7 @@ class Health(Handler):
         self.patience_s = patience_s
         batches = queue.max_lost_batches
         self._most_in_vain = None if batches is None else max(batches * batch_groups, _MIN_GROUPS)
-        """In groups."""
+        """Number of useless groups in a row that ends the run; None sets no limit."""
         self._told_groups = 0
         self._in_vain = 0
         self._lost_step = -1
@@ -65,7 +65,7 @@ class Health(Handler):
         self._mark: tuple[object, ...] = ()
 
     def advance(self) -> None:
-        """Say how many groups were in vain, or rows lost, whenever these are many more; end the run after too many groups."""
+        """Report the number of useless groups or lost rows whenever it has grown by much; end the run after too many groups."""
         losses = self.state.losses
         if losses.lost:
             self._look_at_lost()
@@ -131,7 +131,7 @@ class Health(Handler):
             say(f"alarm: {lost} rows were lost since step {self.state.step} began: {self.state.losses.loss}")
 
     def _may_end(self, has_rollouts: bool) -> bool:
-        """Whether it is for the rollouts to move. A trainer at work may take any time, and a drained run waits for rollouts."""
+        """Whether the rollouts have to make progress. A trainer at work may take any time, and a drained run waits for rollouts."""
         is_drained = self.state.drained and not self.state.held
         return self.dispatcher.trainer_waits and has_rollouts and not is_drained and not self.context.awaits_queue
 
@@ -161,9 +161,9 @@ class Health(Handler):
     def _who_waits(self) -> str:
         state = self.state
         if self.context.awaits_queue:
-            return "the rows of the run before are being read"
+            return "the rows of the previous run are being read"
         if not self.dispatcher.trainer_waits:
-            return f"the trainer does not ask for groups; it has {len(state.in_training)} of this step in hand"
+            return f"the trainer does not ask for groups; it has {len(state.in_training)} of this step"
         if state.evaluations.num_leased:
             return f"an evaluation is under way, with {state.evaluations.open} samples to go"
         if state.held:

@@ -138,7 +138,7 @@ class Hub:
         self.context.commit(ev.Received(version=message.version, digest=message.digest, holder=sender))
 
     def _on_checkpoint(self, sender: str, message: CheckpointWritten) -> None:
-        """`latest` names only what the journal has. On a full disk it stays behind; a resumed run looks at all of them."""
+        """`latest` names only a checkpoint that is in the journal. On a full disk it stays behind; a resumed run looks at all of them."""
         self.context.commit(ev.Checkpointed(step=message.step, path=message.path))
         folder = CheckpointFolder(self.context.journal.path.parent)
         try:

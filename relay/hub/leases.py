@@ -66,7 +66,7 @@ class Leases(Handler):
         self.context.drop_rows(row_id for row_id, _ in leased if not row_id.is_evaluation)
 
     def repeat_grants(self) -> None:
-        """Send the last grant of each holder again: the hub before may not have sent it. A holder that has it ignores it.
+        """Send the last grant of each holder again: the previous hub may not have sent it. A holder that has it ignores it.
 
         The same goes for the end of a drained process.
         """

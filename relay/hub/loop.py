@@ -1,7 +1,7 @@
 """The hub's process: owns the journal, watches the fleet, ends the run.
 
 A hub whose process was started again continues where the journal ends: leases and batches stay with their holders, and the
-other processes send again what the hub before did not handle.
+store delivers again the messages that the previous hub did not confirm.
 
 Consumes its mailbox and waits for messages alone, at most `WATCH_S`; any process may wake it. When a process dies
 (`failure_detector.py`), its leases come back, and the rows that it stored are read elsewhere or generated again.
@@ -151,9 +151,9 @@ class HubLoop:
         return StatusReport(state.step, state.version, members, account_dict(state))
 
     def recover(self) -> None:
-        """Catch up with the deaths of processes and storage units since the hub before stopped.
+        """Catch up with the deaths of processes and storage units since the previous hub stopped.
 
-        The hub before may have died before it sent its last decisions: grants are repeated, and the rows that units hold without
+        The previous hub may have died before it sent its last decisions: grants are repeated, and the rows that units hold without
         need are dropped.
         """
         state = self.hub.state
@@ -162,13 +162,13 @@ class HubLoop:
         stored = {unit for _, row in state.rows(RowStatus.READY) for unit in row.storage_ids}
         present = {storage_id_of(relay.name, relay.incarnation) for relay in self.fleet.alive_members("relay")}
         for unit in sorted(stored - present):
-            self.hub.on_storage_lost(unit, "gone while the hub was started again")
+            self.hub.on_storage_lost(unit, "gone while the hub was restarting")
         for holder in sorted(state.held):
             if holder not in living or living[holder].incarnation != state.incarnations[holder]:
-                self.hub.on_process_death(holder, "gone while the hub was started again")
+                self.hub.on_process_death(holder, "gone while the hub was restarting")
         for record in state.tasks.values():
             for consumer in {batch.consumer for batch in record.open_batches.values()} - living.keys():
-                self.hub.on_process_death(consumer, "gone while the hub was started again")
+                self.hub.on_process_death(consumer, "gone while the hub was restarting")
         if state.ending is None:
             if state.checkpointed >= 0 and not state.grants:  # the hub before may not have had the saved queue yet
                 self.hub.saved_queue.restore()

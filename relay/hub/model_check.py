@@ -55,7 +55,7 @@ class ModelCheck:
                     f"{member.name} on {member.host_name} has {_FACTS[fact]} than {other.name} on {other.host_name}"
                 )
                 if fact == "exact_kernels":
-                    remedy = "take machines of one kind with the same packages"
+                    remedy = "use machines of one kind with the same packages"
                     yield OtherModel(member, f"generator.exact: {reason}; {remedy}", JOINED not in member.info)
                 elif other.host == member.host:
                     say(f"warning: model.path: {reason}, since the files have changed")

@@ -15,7 +15,7 @@ from ..journal.records import Group, RowStatus
 from .context import Handler, HubContext
 
 TIDY_S = 1.0
-"""Seconds between two looks for trajectories that have ended."""
+"""Seconds between two checks for trajectories that have ended."""
 
 
 class PartialRow(NamedTuple):
@@ -46,7 +46,7 @@ class PartialPool(Handler):
         self.routes = {RowsStreamed: self._on_streamed}
 
     def advance(self) -> None:
-        """From time to time, drop what is not needed any more."""
+        """At intervals, drop what is no longer needed."""
         if self._clock() - self._tidied_at < TIDY_S:
             return
         self._tidied_at = self._clock()

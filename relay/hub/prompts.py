@@ -1,7 +1,7 @@
 """The prompts in the order of the run, without those that no rollout can use or that the curriculum leaves out.
 
 A prompt is dropped once, with its reason in the journal: its row cannot be read, or a rollout refuses it, since it leaves no room
-for a response or the template refuses it. Every later turn of a dropped prompt passes it over. The curriculum is asked in each turn.
+for a response or the template rejects it. A dropped prompt is skipped in every later epoch. The curriculum is asked in each epoch.
 """
 
 import time
@@ -25,23 +25,23 @@ from .context import Handler, HubContext
 
 _LONGEST_SEARCH = 1 << 16
 _LONGEST_SEARCH_S = 60.0
-"""Most prompts in a row that are passed over, and seconds for it, since the hub does nothing else meanwhile."""
+"""Most prompts in a row that are skipped, and most seconds for this, since the hub does nothing else meanwhile."""
 
 
 class Curriculum:
-    """A user's function of the steps trained so far and a row: the chance that the row is taken when its turn comes."""
+    """A user's function of the steps trained so far and a row: the probability that the row is used when its turn comes."""
 
     def __init__(self, chance: Callable[[int, dict[str, Any]], float], seed: int) -> None:
         self._chance = chance
         self._seed = seed
         self.had_chance = False
-        """Whether a row had a chance above 0 since this was last set to false."""
+        """Whether a row has had a probability above 0 since this was last set to false."""
 
     def takes(self, step: int, group_id: GroupId, row: dict[str, Any]) -> bool:
-        """Whether a row is taken: the same answer to the same question. Raises the function's errors, and `ValueError`."""
+        """Whether a row is used; the same arguments give the same answer. Raises the function's errors, and `ValueError`."""
         chance = float(self._chance(step, row))
         if not 0 <= chance <= 1:
-            raise ValueError(f"the chance of a row is {chance:g}; it is from 0 to 1")
+            raise ValueError(f"the probability of a row is {chance:g}; it must be from 0 to 1")
         self.had_chance |= chance > 0
         drawn = np.random.default_rng([self._seed, group_id.epoch, group_id.prompt]).random()
         return drawn < chance

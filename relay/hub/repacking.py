@@ -21,7 +21,7 @@ from .context import Handler, HubContext
 from .telemetry import FleetStats
 
 SLOWDOWN = 2.0
-"""By how much cached tokens may slow decode steps after a move: to three times a step with an empty cache (docs/develop/benchmarks.md)."""
+"""How much cached tokens may slow decode steps after a move: 2 means three times a step with an empty cache (docs/develop/benchmarks.md)."""
 MOVE_TIMEOUT_S = 30.0
 """A move without a result after this time no longer keeps its rollouts out of the next plan."""
 
@@ -62,7 +62,7 @@ class Repacking(Handler):
         self._last_request_id = self.state.hub_restarts << 32
 
     def observe(self, sender: str, load: LoadReport) -> None:
-        """Take in a report. For a plan, those of a rollout with an open move are out of date and are dropped."""
+        """Record a report. Reports of a rollout with an open move are out of date for a plan, and are dropped."""
         last = self._last_loads.get(sender)
         if last is None or last.version != load.version:
             self._last_loads[sender] = _LastLoad(load.version)
@@ -79,7 +79,7 @@ class Repacking(Handler):
             self._plan(now)
 
     def on_process_death(self, process: str, reason: str) -> None:
-        """Forget the moves of a dead process; `Leases` takes back its rows."""
+        """Drop the moves of a dead process; `Leases` takes back its rows."""
         self._reports.pop(process, None)
         self._last_loads.pop(process, None)
         self._open_moves = {n: move for n, move in self._open_moves.items() if process not in move.rollouts}

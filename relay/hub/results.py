@@ -84,14 +84,14 @@ class Results(Handler):
             say(f"failed trajectories: {count} x {reason}")
 
     def _filter(self, group: Group) -> None:
-        """Throw a complete group out that has no learning signal, where the settings say so."""
+        """Drop a complete group that has no learning signal, if the settings say so."""
         if self.queue.filter_zero_std and group.step is None and group.is_complete:
             ready = group.samples(RowStatus.READY)
             if len({group.rows[sample].reward for sample in ready}) == 1:
                 self.context.commit(ev.GroupFiltered(group=group.id), drops=group.row_ids(RowStatus.READY))
 
     def _fence_off(self, sender: str, done: RowDone) -> None:
-        """The row has another holder by now, or had: drop the bytes of this attempt."""
+        """The row has, or had, another holder meanwhile: drop the bytes of this attempt."""
         self.num_fenced += 1
         for unit in done.storage_ids:
             self.context.mailbox.send(process_of(unit), DropRows([done.row.key(done.attempt)]))

@@ -50,7 +50,7 @@ class SavedQueue(Handler):
         self.routes = {QueueSaved: self._on_saved, QueueRestored: self._on_restored}
 
     def save(self) -> int:
-        """Have the present queue written beside the newest checkpoint; returns the number of the order, 0 without one.
+        """Order the present queue to be written with the newest checkpoint; returns the number of the order, 0 without a checkpoint.
 
         Rows of a later version are left out: a run that resumes there has other weights under that number. A file that this run
         could not read stays as it is, for the next run from the same checkpoint.
@@ -79,7 +79,7 @@ class SavedQueue(Handler):
         return self._number
 
     def restore(self) -> None:
-        """Have the rows read that were saved with the checkpoint from which the run continues; leases wait for them."""
+        """Order the rows to be read that were saved with the checkpoint from which the run continues; leases wait for them."""
         self.context.awaits_queue = True
         self._asked_at = self._clock()
         self.context.mailbox.send(KEEPER, RestoreQueue(self.state.checkpointed))
@@ -119,7 +119,7 @@ class SavedQueue(Handler):
             say(f"rows of the queue are generated again: {message.problem}")
         if message.rows:
             begun = len(self._partials.rows)
-            say(f"the queue continues with {self.state.num_restored} finished and {begun} begun trajectories")
+            say(f"the queue continues with {self.state.num_restored} finished and {begun} unfinished trajectories")
 
     def _groups_ahead(self, rows: Iterable[GroupId], cursor: int) -> list[tuple[GroupId, int]]:
         """Groups that were first leased after the checkpoint, up to the last one of `rows`, and the prompts passed over before each."""

@@ -56,7 +56,7 @@ class RunEnd(NamedTuple):
 
     @staticmethod
     def of(event: ev.Ending) -> "RunEnd":
-        """The end that the hub before had begun."""
+        """The end that the previous hub had begun."""
         done = None if event.facts is None else TrainingDone(event.steps, event.facts)
         return RunEnd(event.status, event.error, event.exit_code, done, event.gone)
 
@@ -163,7 +163,7 @@ class Shutdown:
             self.hub.context.commit(ev.RowsLost(rows=list(lost), attempts=list(lost.values()), reason=reason))
 
     def _num_ready(self, keys: set[str]) -> int:
-        """Of the rows that are ready, how many are in a storage unit; two copies are one row.
+        """The number of ready rows that are in a storage unit; two copies count as one row.
 
         Units may hold other rows too: of a writer that counted as dead, woke up, wrote, and died before it reported.
         """
@@ -175,7 +175,7 @@ class Shutdown:
         return len(keys & expected)
 
     def _num_leased(self, holder: str, holding: HeldRows) -> int:
-        """Of the rows that a rollout reports, how many are leased to it; the others were moved or leased again.
+        """The number of rows in a rollout's report that are leased to it; the others were moved or leased again.
 
         The answer to its claim may have come too late for it to know the newest attempt; the row is its own all the same.
         """

@@ -35,7 +35,7 @@ class FleetStats:
         self._sums: dict[str, float] = defaultdict(float)
 
     def add(self, sender: str, load: LoadReport | BusyReport) -> None:
-        """Take in a report. The counters of a process that was restarted begin at 0."""
+        """Record a report. The counters of a restarted process begin at 0."""
         meter = self._meters.get(sender)
         if meter is None or _seconds(load) < _seconds(meter.now):
             meter = self._meters[sender] = _Meter(load, load)

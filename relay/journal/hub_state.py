@@ -123,7 +123,7 @@ class HubState:
         return row is not None and row.status is RowStatus.READY and row.attempt == attempt
 
     def missing(self, attempts: Mapping[RowId, int]) -> list[RowId]:
-        """Those of these attempts that are not in the queue any more."""
+        """The attempts among these that are no longer in the queue."""
         return [row_id for row_id, attempt in attempts.items() if not self.has_attempt(row_id, attempt)]
 
     def release(self, rows: Iterable[RowId]) -> None:

@@ -15,9 +15,9 @@ from .state import HubState, apply
 
 
 def check_journal_is_there(run_dir: Path, incarnation: int) -> None:
-    """Raise `SettingError` if the hub is started again and its journal is gone: an empty one would be another run's beginning.
+    """Raise `SettingError` if the hub was restarted and its journal is gone: an empty journal would start another run.
 
-    The reserve beside it says that it was there.
+    The reserve file beside the journal shows that there was one.
     """
     if incarnation > 1 and (run_dir / DiskReserve.NAME).exists() and not (run_dir / "journal.jsonl").exists():
         raise SettingError(
@@ -56,7 +56,7 @@ def open_journal(
 
 
 def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> None:
-    """Raise `SettingError` for groups of another size, or a set of data with more or fewer rows: its order follows from them."""
+    """Raise `SettingError` if the size of groups or the number of rows of a data set has changed: the order of the data depends on both."""
     if before.samples_per_prompt != opened.samples_per_prompt:
         raise SettingError(
             f"batch.samples_per_prompt: the run in {recipe.run.dir} began with {before.samples_per_prompt}"
@@ -66,6 +66,6 @@ def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> No
     for path, had, has in zip(recipe.data.paths, before.num_rows, opened.num_rows, strict=False):
         if had != has:
             raise SettingError(
-                f"data.path: {path} has {has} rows, and the run in {recipe.run.dir} began with {had}; mend rows in their"
+                f"data.path: {path} has {has} rows, and the run in {recipe.run.dir} began with {had}; correct rows in their"
                 " places, or set another run.dir"
             )

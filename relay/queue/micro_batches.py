@@ -29,7 +29,7 @@ def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def rounds(items: Sequence[S], num_ranks: int, max_tokens: int) -> list[list[list[S]]]:
-    """By round and rank: shares of nearly equal tokens, in micro-batches of at most `max_tokens` (a longer item stays whole).
+    """Micro-batches by round and rank: at most `max_tokens` each (a longer item stays whole), with nearly equal tokens for each rank.
 
     The longest items come first, so that lengths within a micro-batch are alike. A rank without a micro-batch in the last
     rounds has an empty one.

@@ -48,7 +48,9 @@ class RowFile(Generic[T]):
         with self.named_errors():
             self._file = safe_open(path, framework="numpy")
             if (listed := (self._file.metadata() or {}).get(_LIST)) is None:
-                raise SettingError(f"run.dir: {path} has no list of its rows; another version wrote it")
+                raise SettingError(
+                    f"run.dir: {path} has no list of its rows; it was written by another version of Headrace"
+                )
             self.listed = msgspec.json.decode(listed, type=kind)
             for tensor in self._file.keys():  # noqa: SIM118 - not a mapping
                 key, _, name = tensor.rpartition("/")  # a key may have a "/", a column has none

@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """At most so many items and tokens (a single item may have more tokens); `step` is the one in training."""
+    """Most items and tokens of one answer (a single item may have more tokens); `step` is the one in training."""
 
     items: int
     tokens: int

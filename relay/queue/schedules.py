@@ -25,20 +25,20 @@ class Schedule:
     staleness: int | None = None
     """A fixed bound, with which a batch is a barrier for all rollouts; None leaves the bound to `queue.max_staleness`."""
     whole_batches: bool = False
-    """A step's groups are handed out together, once all are complete."""
+    """Whether a step's groups are handed out together, once all are complete."""
     max_age: float = math.inf
     """Versions that a rollout's weights may be behind the newest. Beyond it takes the newest, and its running trajectories go on
     under them; with 0 at once. Until then it takes new weights once its trajectories have ended."""
     takes_share_at_once: bool = False
-    """A rollout takes its whole share of a batch at the start, even if it cannot run all of it together."""
+    """Whether a rollout takes its whole share of a batch at the start, even if it cannot run all of it together."""
     repacks: bool = False
-    """Long trajectories may move to another rollout."""
+    """Whether long trajectories may move to another rollout."""
     broadcasts: bool = True
-    """The trainer and all rollouts update together, by a broadcast; else relays hold the versions."""
+    """Whether the trainer and all rollouts update together, by a broadcast; otherwise relays hold the versions."""
 
     @property
     def mixes_versions(self) -> bool:
-        """Several versions may draw the tokens of a trajectory."""
+        """Whether several versions may generate the tokens of a trajectory."""
         return self.max_age < math.inf
 
 

@@ -89,7 +89,7 @@ class RowFetcher:
         join_thread(self._thread, _CLOSE_S)
 
     def next(self, timeout_s: float) -> Batch | AfterLastStep | StillEvaluating | None:
-        """The next batch or word of an evaluation, or None after `timeout_s`.
+        """The next batch, or news of an evaluation, or None after `timeout_s`.
 
         Raises the thread's error, or `RunStopped`, on this and every later call.
         """

@@ -82,7 +82,7 @@ class Chain:
                 self._send_to(successor)
             except HeadraceError as error:
                 _log.info(
-                    "%s: the link to %s broke; it is passed over for a while: %s",
+                    "%s: the link to %s broke; it is skipped for a while: %s",
                     self._fleet.name,
                     successor.name,
                     error,

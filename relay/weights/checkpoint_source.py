@@ -38,7 +38,7 @@ class CheckpointSource:
                 # By its name, since the run folder may have another path here.
                 folders[event.step] = self._run_dir / "checkpoints" / Path(event.path).name
         if published is None:
-            raise VersionNotAvailable(f"version {version} was never complete on a relay: the journal does not know it")
+            raise VersionNotAvailable(f"version {version} was never complete on a relay: it is not in the journal")
         folder = folders.get(version)
         if folder is None or not folder.is_dir():
             raise VersionNotAvailable(
@@ -47,5 +47,5 @@ class CheckpointSource:
             )
         layout.write(self._load(folder), into)
         if layout.digest(into) != published.digest:
-            raise WrongDigest(f"{folder} does not hold version {version}: the journal has another digest of it")
+            raise WrongDigest(f"{folder} does not hold version {version}: its digest differs from that in the journal")
         return published.digest

@@ -96,7 +96,7 @@ def send_version(link: Link, source: VersionSource, deadline_s: float, piece_byt
             return False
         if receive_frame(link, _ACKS, deadline_s).is_right:
             return True
-    raise LinkBroken(f"version {source.offer.version} arrived wrong {_MAX_ATTEMPTS} times")
+    raise LinkBroken(f"version {source.offer.version} arrived with a wrong digest {_MAX_ATTEMPTS} times")
 
 
 def _send_bytes(link: Link, source: VersionSource, at: int, deadline_s: float, piece_bytes: int) -> bool:

@@ -65,7 +65,7 @@ class WeightPublisher:
 
     @property
     def transport(self) -> SharedMemoryPush | LinkPush | None:
-        """The way to the head of the chain, once it is open."""
+        """The transport to the head of the chain, once it is open."""
         return self._handover.transport
 
     @property
@@ -292,7 +292,7 @@ class _Sender:
             elif self._handover.needs_reservation:
                 self._handover.add_reservation(transport.reserve_slot(self._part, self._handover.incarnation))
         except (LinkBroken, MessageRefused, PeerGone, WaitTimeout) as error:
-            _log.info("%s: the way to %s broke: %s", self._fleet.name, relays[0].name, str(error))
+            _log.info("%s: the connection to %s broke: %s", self._fleet.name, relays[0].name, str(error))
             self._suspect(relays[0])
 
     def _relays(self) -> list[Member]:
@@ -302,7 +302,7 @@ class _Sender:
         return sorted(relays, key=lambda m: self._suspected_until.get((m.name, m.incarnation), now) > now)
 
     def _suspect(self, relay: Member) -> None:
-        """Pass a relay over until the fleet knows whether it lives. A living one misses versions for that long."""
+        """Skip a relay until the fleet knows whether it is alive. If it is, it misses versions for that long."""
         self._suspected_until[relay.name, relay.incarnation] = time.monotonic() + self._settings.expiry_s
         self._handover.set_transport(None)
 

@@ -1,4 +1,4 @@
-"""The ways of a published version from the trainer's host memory to a relay: through the relay's segment, or over a link.
+"""How a published version gets from the trainer's host memory to a relay: through the relay's segment, or over a link.
 
 Through shared memory the publisher reserves the slot of the next version ahead. The trainer then writes its tensors straight
 to the slot that rollouts read, and waits for no answer.

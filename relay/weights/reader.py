@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
 """Seconds between two looks for a relay while there is none."""
 _DIGEST_S = 600.0
-"""Seconds within which a digest of all weights must be ready; only a machine that stands still takes longer."""
+"""Seconds within which a digest of all weights must be ready; only a suspended machine takes longer."""
 
 
 class WeightReader:
@@ -198,9 +198,7 @@ class WeightMirror:
             except HeadraceError as error:
                 turn += 1
                 if not self._stop.is_set():
-                    _log.warning(
-                        "%s: the link of its weights broke; it tries the next relay: %s", self._fleet.name, error
-                    )
+                    _log.warning("%s: its link for weights broke; it tries the next relay: %s", self._fleet.name, error)
 
     def _receive_from(self, relay: str) -> None:
         self._link = _request_link(self._fleet, self._mailbox, relay, SubscribeVersions, self._settings)

@@ -56,7 +56,7 @@ class WeightServer:
         self.chain = Chain(fleet, chain_sender, remote_backend(settings), SILENCE_S)
 
     def start(self) -> "WeightServer":
-        """Begin to serve. The process before may have died before it told the hub of the newest version."""
+        """Begin to serve. The previous process may have died before it reported the newest version to the hub."""
         if (newest := self.version_store.slots.newest_stored()) is not None:
             self._mailbox.send("hub", VersionReady(newest.version, newest.digest))
         self._thread.start()

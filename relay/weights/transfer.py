@@ -86,7 +86,7 @@ def _receive_part(
                 link.receive(incoming.buffer[start : start + num_bytes], SILENCE_S)
             at += num_bytes
             if not version_store.advance(incoming, offer.part, upstream, at):
-                raise LinkBroken(f"version {offer.version} is no longer taken from {upstream}")
+                raise LinkBroken(f"version {offer.version} is no longer received from {upstream}")
             failpoint("receive", version=offer.version, num_bytes=at)
         elif kind is FrameKind.MESSAGE:
             trailer = receive_frame(link, TRAILERS, SILENCE_S, head)
@@ -114,7 +114,7 @@ def receive_version(link: Link, into: np.ndarray) -> str | None:
     is_right = digest(into) == trailer.digest
     send_frame(link, TransferAck(is_right), SILENCE_S)
     if not is_right:
-        raise LinkBroken(f"version {offer.version} arrived wrong")
+        raise LinkBroken(f"version {offer.version} arrived with a wrong digest")
     return trailer.digest
 
 

@@ -61,7 +61,7 @@ class SlotSource:
     def is_valid(self) -> bool:
         """False once the slot holds something else; raises `LinkBroken` when the store is closed."""
         if self._is_closed():
-            raise LinkBroken("this relay ends")
+            raise LinkBroken("this relay is ending")
         if self._incoming is not None and self._incoming.state is IncomingState.ABANDONED:
             return False
         if not self._is_locked and (self._incoming is None or not self._incoming.is_open):
@@ -104,7 +104,7 @@ class VersionStore:
     def fence(self, incarnation: int) -> None:
         """Refuse what earlier incarnations of the trainer send from now on; a version that one has begun is abandoned.
 
-        A rank that was frozen while the others started again would else complete it. Offers of relays pass: they are whole.
+        Otherwise a rank that was frozen while the others restarted could complete it. Offers of relays are accepted: they are complete.
         """
         with self._changed:
             if incarnation <= self._trainer_incarnation:
@@ -124,7 +124,7 @@ class VersionStore:
         with self._changed:
             while True:
                 if self._closed:
-                    raise LinkBroken("this relay ends")
+                    raise LinkBroken("this relay is ending")
                 if is_trainer(upstream):
                     self._check_incarnation(offer)
                 newest = self.slots.newest()
@@ -181,7 +181,7 @@ class VersionStore:
         slot = incoming.slot.slot
         with self._changed:
             if not incoming.is_open:
-                raise LinkBroken(f"version {incoming.offer.version} is not wanted any more")
+                raise LinkBroken(f"version {incoming.offer.version} is no longer wanted")
             self._num_filling[slot] += 1
         try:
             yield
@@ -210,7 +210,7 @@ class VersionStore:
             incoming.record_check(part, is_right)
             if not is_right:
                 _log.warning(
-                    "digest mismatch for version %d, part %d; it must come again", incoming.offer.version, part
+                    "digest mismatch for version %d, part %d; it is requested again", incoming.offer.version, part
                 )
             if not incoming.is_checked:
                 return is_right

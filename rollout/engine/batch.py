@@ -35,7 +35,7 @@ class DecodeBatch:
         self.grown: list[tuple[int, int, int]] = []
         """Row, column and page of each entry that this step's `extend` added to the table."""
         self.at_refill: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
-        """On the device, the positions and the table (int32, as wide as the longest row) that the rows began with."""
+        """The positions and the table (int32, as wide as the longest row) with which the rows began, on the device."""
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -11,7 +11,7 @@ from ...comm.recipe import DataSettings
 _PATH_CHARACTERS = 1024
 Messages = Sequence[dict[str, Any]]
 _TURN = "\ue000turn\ue001"
-"""Stands for the policy's newest turn in a rendered template: no tokenizer changes it, and no text has it."""
+"""Placeholder for the policy's newest turn in a rendered template: no tokenizer changes it, and it occurs in no text."""
 
 
 def prompt_tokens(
@@ -38,7 +38,7 @@ def tokens_behind_turn(
     settings: DataSettings,
     tools: Messages | None = None,
 ) -> list[int]:
-    """Token ids that the template puts behind a turn of the policy: the turn's end, the observation, the head of the next turn.
+    """Token ids that the template puts after a turn of the policy: the turn's end, the observation, the head of the next turn.
 
     turns: the messages between the prompt and the newest turn, which itself is never rendered: its tokens stay those that were drawn.
     last_token: of that turn; if it is the turn's end, it is not repeated. Raises `SettingError` for a template that changes the
@@ -47,7 +47,7 @@ def tokens_behind_turn(
     messages = [*prompt, *turns, {"role": "assistant", "content": _TURN}, *observation]
     start, *rest = _rendered(messages, tokenizer, settings, tools, add_generation_prompt=True).split(_TURN)
     if len(rest) != 1 or not start.startswith(_rendered(prompt, tokenizer, settings, tools)):
-        raise SettingError("data.chat_template: it changes earlier messages when others follow")
+        raise SettingError("data.chat_template: the template changes earlier messages when others follow")
     end = tokenizer.convert_ids_to_tokens(last_token) if last_token in tokenizer.added_tokens_decoder else ""
     return text_tokens(rest[0].removeprefix(end), tokenizer)
 
@@ -62,7 +62,7 @@ def _rendered(messages: Messages, tokenizer: Any, settings: DataSettings, tools:
     template = _template(settings.chat_template) or getattr(tokenizer, "chat_template", None)
     if not template:
         raise SettingError(
-            "data.chat_template: the prompts are chat messages, or become such by data.system_prompt or data.chat_template, but"
+            "data.chat_template: the prompts are chat messages, or are made so by data.system_prompt or data.chat_template, but"
             " the tokenizer of model.path has no chat template; name a file with one, or its text"
         )
     try:
@@ -75,7 +75,9 @@ def _rendered(messages: Messages, tokenizer: Any, settings: DataSettings, tools:
             **(settings.chat_template_kwargs or {}),
         )
     except Exception as error:
-        raise UnusablePrompt(f"data.chat_template: it refuses a prompt: {type(error).__name__}: {error}") from error
+        raise UnusablePrompt(
+            f"data.chat_template: the template rejects a prompt: {type(error).__name__}: {error}"
+        ) from error
 
 
 @cache

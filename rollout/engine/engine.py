@@ -124,7 +124,7 @@ class Engine:
         Do not mix it with `add_group`. When the caller stops early, the rest is cancelled.
         """
         if isinstance(prompts, str):
-            raise SettingError("prompts are a list; put a single prompt into one")
+            raise SettingError("prompts must be a list; put a single prompt into one")
         each = list(params) if isinstance(params, Many) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise SettingError(f"params: {len(each)} sampling parameters for {len(prompts)} prompts")
@@ -276,7 +276,7 @@ class Engine:
             self.scheduler.add(group)
 
     def check(self) -> None:
-        """Assert that every page has the owners that it counts."""
+        """Assert that the reference count of every page is right."""
         self.scheduler.check()
 
     # ------------------------------------------------------------------------------------------------------- internals

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 NUM_NEW_TOKENS = 20
 """Tokens to generate from each prompt."""
 LENGTHS = (1, 6, 63, 90)
-"""Of the prompts, in tokens."""
+"""Lengths of the prompts in tokens."""
 
 
 def probes(policy: "Policy") -> list[list[int]]:

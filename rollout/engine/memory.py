@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ...trainer.policy.model import Policy
 
 _CONTEXT_BYTES = 1 << 30
-"""Of a process on a GPU besides its tensors, at most."""
+"""Most memory that a process takes on a GPU besides its tensors."""
 _KEPT_BYTES = 1 << 30
-"""On a CPU, of the cache's default size, for pages that no sequence uses: an untouched page takes no memory there."""
+"""Part of the cache's default size on a CPU for pages that no sequence uses: an untouched page takes no memory there."""
 
 
 class CachePlan(NamedTuple):
@@ -43,8 +43,8 @@ class AvailableMemory(NamedTuple):
 
 
 def available_memory(device: torch.device, gpu_share: float) -> AvailableMemory:
-    """Of a GPU, `gpu_share` less the used memory; where processes of a run share it, at most an equal part less the memory
-    of this one, since the others may take theirs later. Of the host, the free memory; by default half of it, since other
+    """Memory for the cache. On a GPU it is `gpu_share` less the used memory; if processes of a run share the GPU, at most an equal part less the memory
+    of this process, since the others may take theirs later. On a host it is the free memory; by default half of it, since other
     processes start at the same time."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -31,7 +31,7 @@ class PagePool:
         self._is_empty = np.ones(num_pages, dtype=bool)
         self._is_empty[0] = False
         self._pages: dict[bytes, int] = {}
-        """By digest, each page that can be found."""
+        """Each page that can be found, by its digest."""
         self._digests: list[bytes | None] = [None] * num_pages
         self._kept: dict[bytes, None] = {}
         """Digests of the pages without an owner, the oldest first."""
@@ -76,7 +76,7 @@ class PagePool:
             self._drop(next(iter(self._kept)))
 
     def register(self, page: int, digest: bytes) -> None:
-        """Let a full page be found, unless another page has the same tokens."""
+        """Register a full page, so that it can be found, unless another page has the same tokens."""
         if digest not in self._pages:
             self._set_digest(page, digest)
 
@@ -95,7 +95,7 @@ class PagePool:
         return page
 
     def forget(self) -> None:
-        """Let no page be found any more."""
+        """Unregister all pages."""
         for digest in list(self._pages):
             self._drop(digest)
 
@@ -116,7 +116,7 @@ class PagePool:
         return target
 
     def copy(self, source: int, target: int) -> None:
-        """Have a page copied before the next use of the cache."""
+        """Request the copy of a page before the next use of the cache."""
         self._copies.append((source, target))
 
     def take_copies(self) -> list[tuple[int, int]]:

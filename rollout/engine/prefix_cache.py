@@ -49,7 +49,7 @@ class PrefixCache:
         self.num_found += group.num_cached
 
     def register(self, holder: Sequence | SequenceGroup, tokens: list[int], num_cached: int) -> None:
-        """Let the full pages of the first `num_cached` tokens be found, if this version of the weights computed them all."""
+        """Register the full pages of the first `num_cached` tokens, if this version of the weights computed them all."""
         chain = holder.chain
         if chain is None or chain.version != self._version:
             return
@@ -59,7 +59,7 @@ class PrefixCache:
         holder.chain = chain
 
     def forget(self) -> None:
-        """Let no page be found any more: the weights change."""
+        """Unregister all pages, because the weights change."""
         self._version += 1
         self._pool.forget()
 

@@ -89,7 +89,7 @@ class Runner:
             log.warning("generator.exact: %s", UNPROVEN)
 
     def bind(self) -> None:
-        """Take the policy's parameters, which are other tensors now."""
+        """Use the policy's parameters, which are now other tensors."""
         if isinstance(self.forward, LeanDecoder):
             self.forward.bind()
         self.head.bind()
@@ -97,7 +97,7 @@ class Runner:
             self._graphs.forget()
 
     def refresh(self) -> None:
-        """Follow the policy's parameters, which were overwritten or replaced."""
+        """Update what depends on the policy's parameters, which were overwritten or replaced."""
         if not self.head.is_bound:
             self.bind()
             return

@@ -265,7 +265,7 @@ class Scheduler:
         return None
 
     def check(self) -> None:
-        """Assert that every page has exactly the owners that it counts."""
+        """Assert that the reference count of every page is right."""
         waiting = set(map(id, self.waiting))
         assert all(id(group) in waiting for group in self._untouched.values()), "a group left unnoticed"
         self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])

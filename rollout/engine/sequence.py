@@ -60,7 +60,7 @@ class SequenceState:
     turn_start: int = 0
     """The first token of the present turn in `token_ids`."""
     is_turn_over: bool = False
-    """It is paused until a `resume`."""
+    """Whether it is paused until a `resume`."""
 
 
 class Chain(NamedTuple):
@@ -69,7 +69,7 @@ class Chain(NamedTuple):
     version: int
     num_pages: int
     digest: bytes
-    """Of the last one; with no page, of the kind of rotary embedding."""
+    """Digest of the last page; without pages, of the kind of rotary embedding."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +162,7 @@ class SequenceGroup:
     num_dropped: int = 0
     """Tokens whose keys and values were computed before, and dropped."""
     digest: bytes = b""
-    """Of all tokens, while the group waits to be reached."""
+    """Digest of all tokens, while no step has reached the group."""
 
     @property
     def prefix_length(self) -> int:

@@ -16,7 +16,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 FACTORS = tuple(map(_signed, (_GOLDEN, _MIX_1, _MIX_2)))
-"""Of `uniforms`, as signed 64-bit numbers."""
+"""The factors of `uniforms`, as signed 64-bit numbers."""
 
 
 def stream_key(seed: int, trajectory_id: int) -> int:

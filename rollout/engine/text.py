@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EXTRA_TOKENS = 8
 """Tokens decoded beyond the bytes of a stop string; a token has at least one byte."""
 MOST_BYTES = 4
-"""Of a character."""
+"""Most bytes of a character."""
 
 
 class Text:

@@ -38,7 +38,7 @@ def to_device_together(arrays: Mapping[str, np.ndarray], device: torch.device | 
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a GPU that is not the current one of this process: kernels are launched, and events recorded, on that one.
+    """Refuse a GPU that is not this process's current device, on which kernels are launched and events recorded.
 
     Raises SettingError.
     """

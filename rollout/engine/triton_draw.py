@@ -20,9 +20,9 @@ GOLDEN, MIX_1, MIX_2 = (tl.constexpr(factor) for factor in FACTORS)
 BLOCK = 4096
 """Tokens of one program."""
 SUMS_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Of the first launch. A product is rounded before a sum in both, else the two would see other scores."""
+"""Options of the first launch. In both launches a product is rounded before a sum, or the two would see different scores."""
 DRAW_OPTIONS = SUMS_OPTIONS | {"num_warps": 16}
-"""Of the second launch."""
+"""Options of the second launch."""
 
 
 @triton.jit

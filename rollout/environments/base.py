@@ -24,7 +24,7 @@ class StepResult(NamedTuple):
     observation: str | Messages = ""
     """The policy reads this next: text, or chat messages where the prompt is chat messages. Unused with `done`."""
     reward: float = 0.0
-    """It counts besides the other turns' rewards."""
+    """The turn's reward; the trajectory's reward is the sum over its turns."""
     done: bool = False
     """The trajectory ends."""
 

@@ -29,11 +29,11 @@ class EnvironmentCall(UserCall):
     """A call of an environment, then its answer or failure. `key` is the caller's, `row` is the data set's."""
 
     number: int
-    """Of the trajectory."""
+    """Number of the trajectory."""
     key: Any
     row: dict[str, Any]
     episode: Episode
-    """Without completions it is a call of `reset`, else of `step` with the newest one."""
+    """The transcript. Without completions this is a call of `reset`, otherwise of `step` with the newest completion."""
     step: StepResult = field(default_factory=StepResult)
     state: Any = None
     failure: str = ""
@@ -88,7 +88,7 @@ class EnvironmentPool(UserCodePool[EnvironmentCall]):
         self._todo[call.number % len(self._todo)].put(call)
 
     def drop(self, number: int) -> None:
-        """Forget the environment of a trajectory that has ended here."""
+        """Drop the environment of a trajectory that has ended here."""
         self._todo[number % len(self._todo)].put(number)
 
     def finished(self) -> list[EnvironmentCall]:

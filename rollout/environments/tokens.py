@@ -15,7 +15,7 @@ def observation_tokens(
     settings: DataSettings,
     tools: Sequence[Any] | None = None,
 ) -> list[int]:
-    """Token ids of an observation after the newest turn: text as it is, or what the chat template puts behind the turn."""
+    """Token ids of an observation after the newest turn: text as it is, or what the chat template puts after the turn."""
     if isinstance(episode.prompt, str):
         assert isinstance(observation, str)
         return text_tokens(observation, tokenizer)

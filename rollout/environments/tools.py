@@ -56,14 +56,14 @@ def _hermes_call(text: str) -> ToolCall:
         name = call["name"]
         arguments = call.get("arguments", {})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return ToolCall("", {}, 'a tool call is JSON with "name" and "arguments"')
+        return ToolCall("", {}, 'a tool call must be JSON with "name" and "arguments"')
     if isinstance(arguments, str):  # some models write the arguments as JSON within JSON
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            return ToolCall(str(name), {}, "the arguments of a tool call are JSON")
+            return ToolCall(str(name), {}, "the arguments of a tool call must be JSON")
     if not isinstance(arguments, dict):
-        return ToolCall(str(name), {}, "the arguments of a tool call are an object")
+        return ToolCall(str(name), {}, "the arguments of a tool call must be an object")
     return ToolCall(str(name), arguments)
 
 

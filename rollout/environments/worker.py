@@ -149,18 +149,20 @@ class Worker:
             step = StepResult(*await self._limited(environment.step, completion))
             is_same = is_same and step.observation == observation
         if not is_same:
-            raise RuntimeError("the same turns have another answer when repeated: give it `state` and `restore`")
+            raise RuntimeError(
+                "the environment answers the same turns differently when they are repeated; give it `state` and `restore`"
+            )
 
     def _close(self, environment: Any) -> None:
-        """Begin to close an environment; an error of that costs nothing."""
+        """Begin to close an environment; errors are ignored."""
 
         async def close() -> None:
             try:
                 await self._limited(environment.close)
             except TimeoutError:
-                print(f"an environment is not closed within environment.timeout_s={self._timeout_s:g}", flush=True)
+                print(f"an environment was not closed within environment.timeout_s={self._timeout_s:g}", flush=True)
             except Exception as error:  # noqa: BLE001 - any error of the user's environment
-                print(f"an environment is not closed: {explain(error)}", flush=True)
+                print(f"an environment was not closed: {explain(error)}", flush=True)
 
         if hasattr(environment, "close"):
             _keep(asyncio.create_task(close(), name=CLOSING), self._closing)
@@ -187,7 +189,7 @@ def _keep(task: asyncio.Task[Any], tasks: set[asyncio.Task[Any]]) -> None:
 
 
 def open_factory(path: str, tools: list[str]) -> Callable[[], Any]:
-    """Makes one environment for a trajectory, from `environment.path` and `environment.tools`."""
+    """Creates an environment for a trajectory, from `environment.path` and `environment.tools`."""
     functions = [load_object("environment.tools", tool) for tool in tools]
     if not path:
         return lambda: ToolEnvironment(functions)
@@ -198,7 +200,9 @@ def open_factory(path: str, tools: list[str]) -> Callable[[], Any]:
         if not hasattr(environment, "step"):
             return ToolEnvironment([*functions, *tools_of(environment)], environment)
         if functions:
-            raise SettingError(f"environment.tools: not with {path}, which has `step`; call them there")
+            raise SettingError(
+                f"environment.tools cannot be combined with {path}, which has `step`; call the tools there"
+            )
         return environment
 
     return make

@@ -151,7 +151,7 @@ class TransformersGenerator:
 
     @torch.inference_mode()
     def _logprobs(self, request: _Request, token_ids: list[int]) -> list[float]:
-        """Of each token of a response, under the policy at the temperature of sampling."""
+        """The log-probability of each token of a response, under the policy at the sampling temperature."""
         tokens = torch.tensor([request.prompt_ids + token_ids], device=self.policy.device)
         hidden = self.policy.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
         rows = hidden[len(request.prompt_ids) - 1 : -1]

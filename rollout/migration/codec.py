@@ -35,7 +35,7 @@ class _PayloadItem(msgspec.Struct, frozen=True):
     held: bytes
     """The lease, as JSON."""
     state: SequenceState
-    """Without the cache."""
+    """The state without the cache."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     """Shape of the cache, whose bytes follow the frame in the order of the items; empty without a cache."""

@@ -43,12 +43,12 @@ class _Answer(msgspec.Struct):
     info: list[_Info] = []
     error: str = ""
     is_misuse: bool = False
-    """The function does what no function may."""
+    """Why the function's result is a mistake of the settings; empty if it is not."""
 
 
 @dataclass(slots=True, eq=False)
 class RewardCall(UserCall):
-    """Samples that are asked for together."""
+    """Samples that are scored together."""
 
     units: list[Unit]
     misuse: str = ""

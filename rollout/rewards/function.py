@@ -21,13 +21,13 @@ from typing import Any
 OWN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 """Arguments of every function, beside the columns."""
 VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
-"""Further ones of a function that takes `solution_str`; in the batch form they end in `s`."""
+"""More arguments of a function that takes `solution_str`; in the batch form they end in `s`."""
 _SHOWN = 80
 """Characters of a wrong reward in a message."""
 
 
 class WrongLength(Exception):
-    """The function returned another number of rewards than it got completions."""
+    """The function returned a wrong number of rewards."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class RewardFunction:
                 yield "ground_truth", [_ground_truth(row) for row in rows]
 
     def _wanted(self, given: dict[str, Any], columns: Collection[str]) -> dict[str, Any]:
-        """Those arguments that the function takes."""
+        """The given arguments that the function takes."""
         if not self._takes_any:
             return {name: value for name, value in given.items() if name in self._names}
         if self._is_verl:
@@ -166,7 +166,7 @@ class RewardFunction:
 
     def _listed(self, value: Any, num: int) -> list[Any]:
         if value is None:
-            raise TypeError(f"{self.name} returned None in place of a list of rewards; does it lack a `return`?")
+            raise TypeError(f"{self.name} returned None instead of a list of rewards; is a `return` missing?")
         if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
             raise TypeError(f"{self.name} returned {_short(value)} for {num} completions, not a list")
         return list(value)

@@ -72,7 +72,7 @@ class RewardPool(UserCodePool[RewardCall]):
         """
         calls = self.ended()
         if misuse := next((call.misuse for call in calls if call.misuse), ""):
-            raise SettingError(f"{self.code}: {misuse}; it returns one, or None, for each")
+            raise SettingError(f"{self.code}: {misuse}; it must return a reward or None for each")
         items = [item for call in calls for item in call.items]
         units = [unit for call in calls for unit in call.units]
         self.judge([unit[0].failure for unit in units if unit[0].failure != UNSCORED])
@@ -87,5 +87,5 @@ class RewardPool(UserCodePool[RewardCall]):
         if len(self._unscored) >= MOST_UNSCORED and num_prompts >= FEWEST_PROMPTS:
             raise SettingError(
                 f"{self.code}: the reward function returned None for all of the first {len(self._unscored)} samples;"
-                " does it lack a `return`?"
+                " is a `return` missing?"
             )

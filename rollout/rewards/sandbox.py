@@ -33,7 +33,7 @@ from .sandbox_filter import filter_program
 log = logging.getLogger(__name__)
 
 _START_S = 60.0
-"""Longest time to set up the namespaces on a busy host, beside the program's own."""
+"""Longest time to set up the namespaces on a busy host, in addition to the program's own time."""
 _KILL_S = 30.0
 _FIRST_UID = 1 << 21
 """Users of programs that root starts: one each, so that a limit of processes counts one program's alone."""
@@ -55,7 +55,7 @@ class SandboxResult:
     stdout: str
     stderr: str
     weakness: str = ""
-    """The missing parts of the sandbox on this host; empty if it is whole."""
+    """The missing parts of the sandbox on this host; empty if it is complete."""
 
 
 class _Isolation(NamedTuple):
@@ -137,10 +137,10 @@ def _command(isolation: _Isolation, program: Path, limits: dict[str, Any], calls
 
 @cache
 def _isolation() -> _Isolation:
-    """The abilities of this host, tried once; the log says what is missing."""
+    """The isolation that this host supports, tried once; the log says what is missing."""
     found = _tried()
     if found.weakness:
-        log.warning("programs run in a sandbox that is not whole: %s", found.weakness)
+        log.warning("programs run in a weaker sandbox: %s", found.weakness)
     return found
 
 
@@ -223,16 +223,18 @@ def _wait_for_begin(begun: IO[str], process: "subprocess.Popen[bytes]") -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(begun, selectors.EVENT_READ)
         if not selector.select(_START_S):
-            raise SandboxError(f"the sandbox does not start within {_START_S:g} s")
+            raise SandboxError(f"the sandbox did not start within {_START_S:g} s")
     if begun.readline() != "ready\n":
         assert process.stderr is not None
         process.terminate()
         errors = process.stderr.read().decode(errors="replace").strip().splitlines()
-        raise SandboxError(f"the sandbox ends before its program begins: {errors[-1] if errors else 'without a word'}")
+        raise SandboxError(
+            f"the sandbox ended before its program started: {errors[-1] if errors else 'no error output'}"
+        )
 
 
 def _read(process: "subprocess.Popen[bytes]", deadline: float, most: int) -> tuple[str, str]:
-    """The beginnings of output and errors, until both end or the deadline passes."""
+    """The beginnings of stdout and stderr, until both end or the deadline passes."""
     assert process.stdout is not None and process.stderr is not None
     kept = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as selector:

@@ -19,7 +19,7 @@ def set_limits(bounds: dict[int, int]) -> None:
 
 
 def become_program(limits: dict[str, Any]) -> None:
-    """Run `home/main.py` in place of this process, and tell the descriptor `ready` a moment before."""
+    """Replace this process by `home/main.py`; write to the descriptor `ready` just before."""
     home = limits["home"]
     uid = limits["uid"]
     ready = limits["ready"]

@@ -80,7 +80,7 @@ def _failed(error: BaseException) -> dict[str, Any]:
 
 
 def load_functions(functions: Mapping[str, str], max_steps: int = 0) -> list[RewardFunction]:
-    """The functions of `reward.path` by name, ready ones too. A user's file may import modules of its own folder."""
+    """The functions of `reward.path` by name, built-in ones included. A user's file may import modules of its own folder."""
     loaded: list[RewardFunction] = []
     for name, path in functions.items():
         path = path if ":" in path else f"{_READY}:{path}"

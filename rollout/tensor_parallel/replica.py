@@ -23,7 +23,7 @@ NO_TIMEOUT_S = 30 * 86400.0
 """Timeout of the process group. Rank 0 may be idle for long; the fleet, not a timeout, tells whether it is alive."""
 _GROUP_TIMEOUT = timedelta(seconds=NO_TIMEOUT_S)
 POLL_S = 0.2
-"""Seconds between two looks at the fleet for the other ranks."""
+"""Seconds between two checks of the other ranks' membership."""
 _SMALL = 4096
 """Bytes of the first broadcast; a body that fits needs no second one."""
 
@@ -46,7 +46,7 @@ class TensorParallelGroup:
 
     @staticmethod
     def join(fleet: Fleet, tp: int, device: torch.device, deadline_s: float) -> "TensorParallelGroup":
-        """Join the other ranks of this replica through the fleet's store; starts the thread that watches them."""
+        """Join the other ranks of this replica through the run's store; starts the thread that watches them."""
         if tp == 1:
             return TensorParallelGroup(None, [fleet.name])
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
@@ -126,7 +126,7 @@ def _watch(fleet: Fleet, members: Sequence[Member], is_over: threading.Event) ->
         present = {m.name: m.incarnation for m in fleet.members() if m.is_alive}
         for member in members:
             if present.get(member.name) != member.incarnation and not is_over.is_set():
-                raise PeerGone(f"{member.name} is gone, of the replica {', '.join(m.name for m in members)}")
+                raise PeerGone(f"{member.name} of the replica {', '.join(m.name for m in members)} is gone")
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Channel:
         """Answer a question; number 0 tells of the process itself. From any thread."""
         try:
             if is_too_deep(answer):
-                raise ValueError(f"more than {MAX_NESTED} lists or objects one inside the other")
+                raise ValueError(f"more than {MAX_NESTED} nested lists or objects")
             line = json.dumps({"id": number, **answer}, default=self._default, ensure_ascii=False)
         except Exception as error:  # noqa: BLE001 - of a value of the user's, whose text is the user's code too
             line = json.dumps({"id": number, "error": explain(error)}, ensure_ascii=False)

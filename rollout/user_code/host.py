@@ -31,7 +31,7 @@ STARTUP_S = 60.0
 SILENCE_S = 30.0
 """Longest silence of a process that sends beats, beside the section's `timeout_s`."""
 LATE_S = 1.0
-"""From a call's deadline to the process's own report that the call is late."""
+"""Seconds after a call's deadline within which the process itself reports that the call is late."""
 CLOSE_S = 10.0
 """Longest time that a process has at the end of the run to close what it holds."""
 KILL_S = 30.0
@@ -49,9 +49,9 @@ class UserCall:
     """A call of user code; rewards and environments say what it is about."""
 
     deadline: float = math.inf
-    """On the monotonic clock."""
+    """Time on the monotonic clock."""
     is_dropped: bool = False
-    """Nobody waits for it: it is not asked again."""
+    """Its caller no longer waits: it is not asked again."""
 
     def question(self) -> dict[str, Any]:
         """The call as JSON."""
@@ -88,7 +88,7 @@ class UserCodeHost(Generic[C]):
         self.waiting = deque[C]()
         """Calls that wait for a process that is ready."""
         self.ready: dict[str, Any] | None = None
-        """The first word of the present process, once it is there."""
+        """The first message of the present process, once it has arrived."""
         self._kind = kind
         self._settings = settings
         self._done = done
@@ -211,7 +211,7 @@ class UserCodeHost(Generic[C]):
             for line in lines:
                 self._hear(json.loads(line))
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            self._replace(f"the {self._kind} process wrote what is not an answer: {type(error).__name__}")
+            self._replace(f"the {self._kind} process wrote an invalid answer: {type(error).__name__}")
 
     def _hear(self, answer: dict[str, Any]) -> None:
         number = answer["id"]

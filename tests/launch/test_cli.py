@@ -212,7 +212,7 @@ def test_ranks_without_a_recipe_print_the_help_page_once_and_end_with_2():
     first, second = (call(RANK=rank, LOCAL_RANK=rank, **ranks) for rank in "01")
     assert (first.returncode, second.returncode, second.stdout, second.stderr) == (2, 2, "", "")
     assert "optimizer.lr=" in first.stdout
-    assert first.stderr == "headrace: error: no recipe; name its file behind headrace.launch.run\n"
+    assert first.stderr == "headrace: error: no recipe; name its file after headrace.launch.run\n"
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -248,7 +248,7 @@ def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: P
     ("options", "message"),
     [
         (["--nnodes=2"], "--nnodes=2 needs --master-addr"),
-        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "--node-rank=2: with --nnodes=2 it is below 2"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "--node-rank=2 must be below --nnodes=2"),
         (["--nnodes", "two", "--master-addr", "h"], "--nnodes=two is not a number"),
         (["--nnodes", "2", "--master-addr", "h", "roles.rollout=2"], "5 ranks, which 2 hosts (--nnodes) cannot share equally"),
         (["--nnodes", "2", "--master-addr", "h", "--nproc-per-node", "3"], "= 4, but torchrun started 6 ranks"),
@@ -256,7 +256,7 @@ def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: P
         (["--gpus=8x80"], "--gpus: only with --dry-run"),
         (["join=x", "--dry-run"], "join: the other options are not for a host that joins"),
         (["join=x", "--nnodes=2", "--master-addr=h"], "join: the other options are not for a host that joins"),
-        (["join=x"], "has no effect; all but roles.rollout and roles.relay is as in the run's recipe"),
+        (["join=x"], "has no effect; all settings except roles.rollout and roles.relay come from the run's recipe"),
         (["run.mode=replay"], "has no metrics.jsonl; run.mode=replay needs the folder of a run"),
     ],
 )  # fmt: skip

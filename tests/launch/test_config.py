@@ -171,5 +171,5 @@ def test_a_new_run_folder_is_readable_as_the_umask_says_and_an_old_one_stays_as_
 
 
 def test_processes_beat_more_often_than_they_expire():
-    with pytest.raises(SettingError, match="comm.expiry_s=10: at least twice comm.heartbeat_s=6"):
+    with pytest.raises(SettingError, match="comm.expiry_s=10 must be at least twice comm.heartbeat_s=6"):
         check_combinations(read_recipe(None, ["comm.heartbeat_s=6"]))

@@ -54,7 +54,7 @@ def test_sets_of_a_python_file_are_named_by_what_is_behind_the_colon():
         (["checkpoint.best=eval/easy/avg@1", "checkpoint.every=50"], r"checkpoint\.best=.*: nothing is evaluated"),
         (
             ["eval.path={0}", "checkpoint.best=eval/hard/avg@1", "checkpoint.every=50"],
-            r"checkpoint\.best=.*: an evaluation has eval/easy/avg@1",
+            r"checkpoint\.best=.*: the metrics of an evaluation are eval/easy/avg@1",
         ),
         (["eval.path={0}", "checkpoint.best=eval/easy/avg@1", "checkpoint.every=20"], r"multiple of eval\.every"),
         (

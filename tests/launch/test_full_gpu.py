@@ -57,6 +57,6 @@ def test_a_trainer_that_died_of_a_full_gpu_starts_again_with_half_the_micro_batc
     console = ended.run(**{"algorithm.loss": f"{ended.folder / 'loss.py'}:loss"})
     [line] = [line for line in console.splitlines() if "out of memory" in line]
     assert "Tried to allocate 2.00 GiB" in line and "; set a smaller optimizer.micro_tokens" in line
-    assert "a micro-batch has at most 160 tokens now, in place of optimizer.micro_tokens=320" in console
+    assert "a micro-batch has at most 160 tokens now, instead of optimizer.micro_tokens=320" in console
     assert ended.summary()["trainer_restarts"] == 1
     assert_account_adds_up(ended)

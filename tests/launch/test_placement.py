@@ -67,7 +67,7 @@ def test_over_nccl_the_relays_have_the_first_gpu_without_a_worker():
     assert [visible_devices(place, gpus, staging) for place in places] == ["6", "GPU-1f", "", "4"]
     assert staging_gpu(read_recipe(None, []), places, 0, gpus) == ""
     assert staging_gpu(recipe, [place for place in places if place.role != "relay"], 0, gpus[:2]) == ""
-    with pytest.raises(SettingError, match="comm.link: nccl needs a GPU of host 0 for its relays, .* all 2"):
+    with pytest.raises(SettingError, match="comm.link: nccl needs a GPU of host 0 for the relays, .* all 2"):
         staging_gpu(recipe, places, 0, gpus[:2])
 
 

@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_dir: Path):
     (run_dir / "checkpoints/step_4/dcp/data").write_bytes(bytes(99) + b"\1")
     step, checkpoint, lines = choose_point(recipe_of(run_dir))
     assert (step, checkpoint) == (2, 2)
-    assert any("step_4 holds other bytes in dcp/data" in line for line in lines)
+    assert any("step_4 has a damaged dcp/data" in line for line in lines)
 
 
 def test_a_dangling_or_empty_pointer_does_not_hide_whole_checkpoints(run_dir: Path):
@@ -112,7 +112,7 @@ def test_without_a_checkpoint_and_with_too_few_rows_a_run_is_not_resumed_and_say
     with pytest.raises(SettingError) as refused:
         prepare_folder(recipe_of(run_dir))
     for part in (
-        "step_6 is not in", "step_4 lacks dcp/data", "step_2 was not", "rows/step_3.safetensors is missing",
+        "step_6 is not in", "step_4 lacks dcp/data", "step_2 is incomplete", "rows/step_3.safetensors is missing",
         "run.resume=restart", "another run.dir",
     ):  # fmt: skip
         assert part in str(refused.value)
@@ -128,9 +128,9 @@ def test_steps_are_not_trained_again_from_another_policy_and_other_settings_are_
     other = recipe_of(run_dir, "model.path=second", "optimizer.lr=1e-6")
     _, checkpoint, lines = choose_point(other)
     assert checkpoint == 4
-    assert "warning: steps are trained again with other settings than in the run before: optimizer.lr" in lines[-1]
+    assert "warning: steps are trained again with other settings than in the previous run: optimizer.lr" in lines[-1]
     without_checkpoints(run_dir)
-    with pytest.raises(SettingError, match=r"model\.path had another value in the run before"):
+    with pytest.raises(SettingError, match=r"model\.path had another value in the previous run"):
         choose_point(other)
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_died_before_its_first_step_just_starts(tmp_path: Path):
 
 def test_steps_that_no_journal_knows_are_not_overwritten(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(SettingError, match=r"metrics\.jsonl has steps that journal\.jsonl does not know"):
+    with pytest.raises(SettingError, match=r"metrics\.jsonl has steps that are not in journal\.jsonl"):
         prepare_folder(recipe_of(tmp_path))
 
 

@@ -28,9 +28,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["reward.path=gsm9k"], r"reward\.path: 'gsm9k' is not of the form FILE"),
         (["reward.path=[gsm8k, a/rewards.py:scor]"], r"a/rewards\.py has no function 'scor'"),
         (["reward.path=[gsm8k, length]", "reward.weights=[1]"], r"reward\.weights: 1 weights for 2 functions"),
-        (["reward.path=[a/rewards.py:score, b/rewards.py:score]"], r"the name 'rewards\.score' is taken"),
-        (["reward.path=[gsm8k, gsm8k]"], r"the name '.*gsm8k' is taken"),
-        (["reward.path=a/rewards.py:mean"], r"the name 'mean' is taken"),
+        (["reward.path=[a/rewards.py:score, b/rewards.py:score]"], r"the name 'rewards\.score' is already taken"),
+        (["reward.path=[gsm8k, gsm8k]"], r"the name '.*gsm8k' is already taken"),
+        (["reward.path=a/rewards.py:mean"], r"the name 'mean' is already taken"),
     ],
 )
 def test_a_mistake_names_its_setting(words: list[str], message: str):

@@ -40,7 +40,7 @@ def test_the_recipe_in_the_store_is_the_one_that_the_supervisor_gave_it(store, t
 
 
 def test_a_host_with_another_secret_gets_no_recipe_and_says_what_to_do(store, tmp_path):
-    with pytest.raises(SettingError, match="the secret here is not that of the run whose store is at"):
+    with pytest.raises(SettingError, match="the secret on this host is not that of the run whose store is at"):
         fetch_recipe(store, b"another")
     create_secret(tmp_path)
     with pytest.raises(SettingError, match="share run.dir between the hosts"):

@@ -18,12 +18,12 @@ from headrace.launch.config.load import read_recipe
 EMULATED = "rollout.engine=emulated trainer.engine=emulated"
 TASK = 'queue.tasks=[{"name":"a","function":"f.py:f","yields":["x"]}]'
 EXCLUDED = [
-    ("sampling.temperature=1e-9", "sampling.temperature: take 0"),
+    ("sampling.temperature=1e-9", "sampling.temperature: set 0"),
     ("sampling.stop=['']", "sampling.stop: an empty string"),
     ("sampling.stop=", "sampling.stop: an empty string"),
-    ("rollout.tp=2 roles.rollout=2 generator.exact=true", "rollout.tp: not with generator.exact"),
+    ("rollout.tp=2 roles.rollout=2 generator.exact=true", "rollout.tp cannot be combined with generator.exact"),
     ("rollout.tp=2 roles.rollout=2 rollout.engine=transformers", "rollout.tp: rollout.engine=transformers has one rank"),
-    ("generator.exact=true roles.actor=2", "generator.exact: not with several actor ranks"),
+    ("generator.exact=true roles.actor=2", "generator.exact cannot be combined with several actor ranks"),
     ("roles.task=1", "roles.task=1 ranks for 0 queue.tasks"),
     (TASK, "roles.task=0 ranks for 1 queue.tasks"),
     ("batch.updates_per_version=99", "batch.updates_per_version: more than batch.prompts_per_step"),
@@ -34,8 +34,8 @@ EXCLUDED = [
     ("run.schedule=sync queue.lead=15", "queue.lead: run.schedule=sync needs room for batch.prompts_per_step=16"),
     ("roles.actor=3 trainer.shard_ranks=2", "trainer.shard_ranks: roles.actor=3 is not a multiple of 2"),
     ("roles.actor=2 trainer.shard_ranks=4", "trainer.shard_ranks: roles.actor=2 is not a multiple of 4"),
-    ("generator.exact=true trainer.activation_checkpointing=true", "trainer.activation_checkpointing: not with generator.exact"),
-    ("generator.exact=true trainer.offload=true", "trainer.offload: not with generator.exact"),
+    ("generator.exact=true trainer.activation_checkpointing=true", "trainer.activation_checkpointing cannot be combined with generator.exact"),
+    ("generator.exact=true trainer.offload=true", "trainer.offload cannot be combined with generator.exact"),
     ("rollout.engine=emulated", "rollout.engine and trainer.engine: emulate both"),
     ("trainer.engine=emulated", "rollout.engine and trainer.engine: emulate both"),
     (f"{EMULATED} batch.passes=2", "batch.passes: emulated devices"),
@@ -46,8 +46,8 @@ EXCLUDED = [
     ("optimizer.min_lr_ratio=.1", "optimizer.min_lr_ratio: only with lr_schedule=cosine"),
     ("optimizer.lr_schedule=polynomial optimizer.lr=1e-7", "optimizer.lr: lr_schedule=polynomial ends at 1e-7"),
     ("optimizer.lr_schedule=linear optimizer.warmup_steps=100", "optimizer.warmup_steps: 100 of run.steps=100"),
-    ("comm.heartbeat_s=6", "comm.expiry_s=10: at least twice comm.heartbeat_s=6"),
-    ("comm.link=nccl comm.tls=true", "comm.tls: NCCL encrypts nothing"),
+    ("comm.heartbeat_s=6", "comm.expiry_s=10 must be at least twice comm.heartbeat_s=6"),
+    ("comm.link=nccl comm.tls=true", "comm.tls: NCCL does not encrypt"),
     ("algorithm.kl_in=reward", "algorithm.kl_in=reward has no effect while algorithm.kl_coef is 0"),
     ("algorithm.overlong_buffer=9 sampling.max_new_tokens=8", "algorithm.overlong_buffer=9 is longer"),
     ("queue.filter_zero_std=true batch.samples_per_prompt=1", "queue.filter_zero_std=true: with batch.samples_per_prompt=1"),
@@ -95,7 +95,7 @@ def test_every_refusal_of_settings_has_a_row(module: ModuleType):
 def test_an_evaluation_needs_a_deadline_that_outlasts_its_silence(tmp_path: Path):
     (tmp_path / "test.jsonl").write_text('{"prompt": "x"}\n')
     words = [f"eval.path={tmp_path}/test.jsonl", "comm.deadline_s=59"]
-    with pytest.raises(SettingError, match=re.escape("comm.deadline_s: with eval.path at least 60")):
+    with pytest.raises(SettingError, match=re.escape("comm.deadline_s must be at least 60 with eval.path")):
         check_evaluation(read_recipe(None, words))
     check_evaluation(read_recipe(None, [words[0], "comm.deadline_s=60"]))
 

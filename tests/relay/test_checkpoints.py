@@ -34,13 +34,13 @@ def test_a_sealed_checkpoint_has_no_problem_and_each_damage_is_named(folder: Che
     assert folder.problem(4) == ""
     assert folder.problem(5) == "is missing"
     data.write_bytes(bytes([*range(50), 0, *range(51, 100)]))
-    assert "other bytes in dcp/__0_0.distcp" in folder.problem(4)
+    assert "has a damaged dcp/__0_0.distcp" in folder.problem(4)
     data.write_bytes(bytes(range(60)))
     assert "60 of 100 bytes of dcp/__0_0.distcp" in folder.problem(4)
     data.unlink()
     assert "lacks dcp/__0_0.distcp" in folder.problem(4)
     (path / "manifest.json").write_bytes(b'{"step": 4')
-    assert "not written to its end" in folder.problem(4)
+    assert "is incomplete" in folder.problem(4)
 
 
 def test_of_a_checkpoint_that_latest_names_a_power_cut_takes_neither_a_byte_nor_a_name(tmp_path: Path):
@@ -57,7 +57,7 @@ def test_of_a_checkpoint_that_latest_names_a_power_cut_takes_neither_a_byte_nor_
 def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(folder: CheckpointFolder):
     write(folder, 4)
     folder.begin(4)
-    assert (folder.whole(), folder.problem(4)) == ({}, "was not written to its end (no manifest.json)")
+    assert (folder.whole(), folder.problem(4)) == ({}, "is incomplete (no manifest.json)")
 
 
 def test_the_newest_stay_and_the_one_that_latest_names_and_the_best(folder: CheckpointFolder):

@@ -78,7 +78,10 @@ def test_a_template_may_be_a_file(tmp_path: Path, tokenizer):
         ("", r"data\.chat_template: .* has no chat template; name a file with one"),
         ("tokenizer", r"data\.chat_template: .* has no chat template; name a file with one"),
         ("missing.jinja", r"data\.chat_template: cannot read missing\.jinja"),
-        ("{{ raise_exception('no system role') }}", r"data\.chat_template: it refuses a prompt: .*no system role"),
+        (
+            "{{ raise_exception('no system role') }}",
+            r"data\.chat_template: the template rejects a prompt: .*no system role",
+        ),
     ],
 )
 def test_a_template_that_is_missing_or_refuses_a_prompt_names_its_setting(template: str, message: str, tokenizer):

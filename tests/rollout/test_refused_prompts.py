@@ -53,7 +53,7 @@ class Refusal:
         self.num_accepted -= 1
         if self.num_accepted >= 0:
             return self.accepted(*given)
-        raise UnusablePrompt("data.chat_template: it refuses a prompt")
+        raise UnusablePrompt("data.chat_template: the template rejects a prompt")
 
 
 def ends(play: Play) -> list[RowStatus]:

@@ -57,7 +57,7 @@ def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJ
     files = {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()}
     for _ in range(2):
         output = run.run(**{"run.resume": "auto"})
-        assert output.splitlines() == ["headrace: run.resume=auto: finished after step 4; raise run.steps to go on"]
+        assert output.splitlines() == ["headrace: run.resume=auto: finished after step 4; raise run.steps to continue"]
     assert {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()} == files
     exported = AutoModelForCausalLM.from_pretrained(summary["export"])
     trained = load_policy(summary["export"])
@@ -147,7 +147,7 @@ def test_an_interrupted_run_is_resumed_from_its_newest_whole_checkpoint(job: Mak
     code, output = run.start(**{"run.steps": newest + 2}).end()
     assert code == 2 and "run.resume" in output
     output = run.run(**{"run.resume": "auto"})
-    assert f"step_{newest} has" in output and "passed over" in output and f"continues after step {newest}" in output
+    assert f"step_{newest} has" in output and "it is skipped" in output and f"continues after step {newest}" in output
     assert f"training {newest - earlier} steps again from rows/, after the checkpoint of step {earlier}" in output
     assert (run.dir / "metrics.jsonl").read_bytes().startswith(before)
     assert [m["step"] for m in run.metrics()] == list(range(newest + 2))

@@ -185,7 +185,7 @@ def test_a_host_without_the_secret_ends_the_run_with_a_message_on_each_host(host
     job = hosts_job(2, run__dir="/tmp/private/run", roles__rollout=1, roles__relay=2).start()
     assert job.end() == [1, 2], job.logs()  # 2: the mistake is of that host
     for rank in (0, 1):
-        assert "run.dir: the run's secret /tmp/private/run/private/secret is not here" in job.output(rank)
+        assert "run.dir: the run's secret /tmp/private/run/private/secret is not on this host" in job.output(rank)
         assert "HEADRACE_SECRET" in job.output(rank) and "(on host host1)" in job.output(rank)
         assert "Traceback" not in job.output(rank)
 

@@ -182,5 +182,5 @@ def test_a_killed_run_without_a_checkpoint_is_resumed_and_may_be_interrupted_whi
     assert [m["step"] for m in run.metrics()] == list(range(60))
     assert assert_account_adds_up(run)["trained"] == 60 * 16
     before = [(run.dir / "metrics.jsonl").read_bytes()]
-    assert "finished after step 60; raise run.steps to go on" in run.run()
+    assert "finished after step 60; raise run.steps to continue" in run.run()
     assert [(run.dir / "metrics.jsonl").read_bytes()] == before

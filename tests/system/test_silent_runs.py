@@ -29,7 +29,7 @@ def ends_with(job: MakeJob, source: str, exit_code: int, cause: str, **settings:
 
 @pytest.mark.slow
 def test_a_reward_that_always_returns_none_ends_the_run_with_its_cause(job: MakeJob):
-    ends_with(job, NO_RETURN, 2, "samples; does it lack a `return`?")
+    ends_with(job, NO_RETURN, 2, "samples; is a `return` missing?")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ STEPS_BEFORE, STEPS_AFTER = 80, 40
 
 
 def store_of(run: Job) -> int:
-    """Process id of the fleet's store."""
+    """Process id of the run's store."""
     assert run.process is not None
     for pid in descendants_of(run.process.pid):
         if b"headrace.comm.store" in Path(f"/proc/{pid}/cmdline").read_bytes():

@@ -22,7 +22,7 @@ from .sequences import sequence_sums, spread
 
 
 class Correction(NamedTuple):
-    """By token, [R] each.
+    """The correction of each token, [R] each.
 
     old_logprobs: of the policy that the clip's ratio is taken against; weight: factor of the token's loss; is_limited: whether
     the weight is truncated or masked.

@@ -110,10 +110,10 @@ class Actor:
         return metrics | {"timing_s/update_actor": update_s}
 
     def discard(self) -> None:
-        """Forget the step in progress: the run ends within it. Updates that it has made stay."""
+        """Forget the step in progress, because the run ends within it. The updates made so far are kept."""
         if self.updates and self.group.is_lead:
             made = f"{len(self.updates)} of the {self._num_updates} updates of step {self.version + 1}"
-            print(f"the weights have {made}, in which the run ends: a replay differs from them", flush=True)
+            print(f"the run ends within a step: the weights include {made}, so a replay will differ", flush=True)
         self.batches = []
         self.updates = []
         self._num_groups = 0

@@ -85,7 +85,7 @@ def _shaped_rewards(
     max_new_tokens: int,
     group: ActorGroup,
 ) -> dict[str, float]:
-    """By key of the rows of all ranks: the reward with its penalties, which only the rank that has the row knows."""
+    """The reward with its penalties, by key, of the rows of all ranks: only the rank that has a row knows it."""
     if not algorithm.overlong_buffer and algorithm.kl_in == "loss":
         return {row.key: row.reward for row in all_rows}
     penalty = partial(

@@ -37,7 +37,7 @@ class Learner(Protocol):
         ...
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        """Of the initial policy, for the task `reference`: [R] for each of this rank's rows; a collective of all ranks."""
+        """Log-probs of the initial policy, for the task `reference`: [R] for each of this rank's rows; a collective of all ranks."""
         ...
 
     def step(self, stats: StepMetrics) -> dict[str, float]:

@@ -44,9 +44,9 @@ class Critic:
         self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)
         self.updater = Updater(self.model, self._settings)
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
-        """Since the last update, of this rank."""
+        """Sums since the last update, on this rank."""
         self._step_sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
-        """Of the step in progress, of all ranks."""
+        """Sums of the step in progress, over all ranks."""
         self._updates: list[Update] = []
         self._lr = 0.0
 
@@ -108,7 +108,7 @@ class Critic:
         return found
 
     def discard(self) -> None:
-        """Forget the gradients and figures of a step that is not finished."""
+        """Drop the gradients and figures of an unfinished step."""
         self.updater.discard()
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._step_sums = dict.fromkeys(_SUMS, 0.0)

@@ -25,7 +25,7 @@ _PREFIX = "base_model.model."
 _SUFFIX = ".weight"
 """After the name of a matrix."""
 _BASE_DIGEST = "base_xxh3"
-"""In the metadata of the weights, which other programs pass over."""
+"""Key in the metadata of the weights; other programs ignore it."""
 _SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _OTHER_FORMULAS = (
     "use_dora", "use_rslora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern",
@@ -34,7 +34,7 @@ _OTHER_FORMULAS = (
 )  # fmt: skip
 """Settings of `peft` by which an adapter makes other weights than W0 + alpha / r * B A, or more of them."""
 _SAME_BASE = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
-"""Initialisations (`init_lora_weights`, in any case) that leave the weights below the adapter as they are; others change them."""
+"""Initialisations (`init_lora_weights`, in any case) that leave the base weights under the adapter as they are; others change them."""
 
 
 class AdapterBase(NamedTuple):
@@ -45,7 +45,7 @@ class AdapterBase(NamedTuple):
 
     @staticmethod
     def read(path: str) -> "AdapterBase":
-        """Of the weights in the checkpoint now; every byte is read."""
+        """The digest of the checkpoint's present weights; every byte is read."""
         return AdapterBase(path, weights_digest(path))
 
 
@@ -95,7 +95,7 @@ def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, ba
     try:
         _check_base(folder, base)
     except (OSError, SafetensorError) as error:
-        raise SettingError(f"run.resume: {folder / _WEIGHTS} is not a whole safetensors file ({error})") from error
+        raise SettingError(f"run.resume: {folder / _WEIGHTS} is not a complete safetensors file ({error})") from error
 
 
 def start_folder(recipe: Recipe) -> Path:
@@ -145,10 +145,10 @@ def start_adapter(
     try:
         found = read_adapter(folder)
     except (OSError, SafetensorError) as error:
-        raise SettingError(f"lora.path: {folder / _WEIGHTS} is not a whole safetensors file ({error})") from error
+        raise SettingError(f"lora.path: {folder / _WEIGHTS} is not a complete safetensors file ({error})") from error
     if found.keys() != shapes.keys():
         raise SettingError(
-            f"lora.targets: the adapter at lora.path={folder} is of {_layers(found)}, and the run's of {_layers(shapes)}"
+            f"lora.targets: the adapter at lora.path={folder} has {_layers(found)}, but the run's has {_layers(shapes)}"
         )
     for name, shape in shapes.items():
         if found[name].shape != shape.shape:
@@ -186,11 +186,13 @@ def _check_formula(folder: Path, saved: Mapping[str, Any]) -> None:
 
 
 def _check_base(folder: Path, base: AdapterBase) -> None:
-    """Raise `SettingError` for other weights below the adapter. Files of other programs do not name theirs."""
+    """Raise `SettingError` if the adapter was trained on another base. Files of other programs do not name their base."""
     with safe_open(folder / _WEIGHTS, framework="pt") as file:
         digest = (file.metadata() or {}).get(_BASE_DIGEST)
     if digest and base.digest and digest != base.digest:
-        raise SettingError(f"model.path: {base.path} has other weights than those below the adapter in {folder}")
+        raise SettingError(
+            f"model.path: {base.path} is not the base model of the adapter in {folder}: its weights differ"
+        )
 
 
 def _layers(names: Iterable[str]) -> str:

@@ -114,7 +114,7 @@ class PackedAttention:
 
     @cached_property
     def _padded(self) -> tuple[list[tuple[Tensor, tuple[int, int]]], Tensor]:
-        """Of each class its tokens [members * longest] and (members, longest); of each token its place in all classes."""
+        """For each class its tokens [members * longest] and (members, longest); for each token its place in all classes."""
         found: list[tuple[Tensor, tuple[int, int]]] = []
         inverse = torch.empty(sum(self._lengths), dtype=torch.long)
         padded = 0

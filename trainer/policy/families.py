@@ -70,7 +70,7 @@ FAMILIES = {
     "granitemoe": Family(has_experts=True, logit_divisor="logits_scaling"),  # as Granite
     "gpt_oss": Family(has_experts=True, has_sinks=True),  # clamped SwiGLU with biases; windows in some layers
 }
-"""By transformers' model type. Each is tested against transformers."""
+"""Families by transformers' model type. Each is tested against transformers."""
 
 MULTIMODAL = frozenset(("gemma3",))
 """Model types whose language model (`text_config`) is of a family above. The other parts are not loaded and not exported."""

@@ -59,7 +59,7 @@ class LogitsHead:
         return logits if self.bias is None else logits.add_(self.bias)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """Of fp32 [T, vocab]."""
+        """The log-softmax of logits, fp32 [T, vocab]."""
         return torch.log_softmax(logits, -1) if self.exact is None else self.exact.log_softmax(logits)
 
     def scaled(self, products: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class _WeightReader:
         self.targets: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
         self._folder = folder
         self._filled: dict[int, str] = {}
-        """By identity of the tensor, since a tied one has several names."""
+        """Filled tensors by identity, since a tied tensor has several names."""
 
     def take(self, name: str, tensor: Any) -> None:
         """Fill one tensor of the model from one of the checkpoint (or its slice); a tied one that is filled must be equal."""
@@ -103,7 +103,7 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(path, framework="pt"))
             found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         except (OSError, SafetensorError) as error:
-            raise SettingError(f"model.path: {path} is not a whole safetensors file ({error})") from error
+            raise SettingError(f"model.path: {path} is not a complete safetensors file ({error})") from error
     found = {own: found[name] for name, own in language_model(found).items()}
     return dict(sorted(found.items(), key=lambda item: _natural_order(item[0])))
 
@@ -141,13 +141,13 @@ def _joined(
     try:
         found: dict[str, Any] = converter.convert(name, model=model, config=model.config)
     except Exception as error:
-        raise SettingError(f"model.path: {name} cannot be made of the weights in {folder} ({error})") from error
+        raise SettingError(f"model.path: {name} cannot be built from the weights in {folder} ({error})") from error
     for target, value in found.items():
         yield target, value[0] if isinstance(value, list) else value
 
 
 def _unexpected(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Those that transformers reports as unexpected; old checkpoints hold tables of rotary embeddings."""
+    """The names that transformers reports as unexpected. (Old checkpoints contain tables of rotary embeddings, which are ignored.)"""
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
 

@@ -29,7 +29,7 @@ def recorded_routers(policy: "Policy", is_needed: bool = True) -> "Iterator[list
     routers = [m for m in policy.model.modules() if is_needed and recorder and isinstance(m, recorder.target_class)]
     if is_needed and not routers:
         raise SettingError(
-            f"algorithm.router_aux_coef: transformers {version} names no routers of model type '{policy.config.model_type}'"
+            f"algorithm.router_aux_coef: transformers {version} does not name the routers of model type '{policy.config.model_type}'"
         )
     hooks = [router.register_forward_hook(record) for router in routers]
     try:

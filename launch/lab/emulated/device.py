@@ -54,7 +54,7 @@ class EmulatedDevice:
         self.max_running = max_running
         self.waiting: deque[EmulatedSequence] = deque()
         self.running: dict[int, EmulatedSequence] = {}
-        """By trajectory, in the order in which they entered."""
+        """The running sequences by trajectory, in order of entry."""
         self.load = 0
         self._num_steps = 0
         self._ends: list[tuple[int, int]] = []

@@ -10,7 +10,7 @@ class EmulatedRewards:
 
     def __init__(self) -> None:
         self.done: list[ScoreRequest] = []
-        """Those that `finished` has not returned yet."""
+        """The requests that `finished` has not returned yet."""
 
     def submit(self, *requests: ScoreRequest) -> None:
         for request in requests:

@@ -70,7 +70,7 @@ class VirtualStream:
             self._mailbox.send("hub", RequestRows(next(self._request_ids), [TRAIN], *place, (), self._micro_tokens))
 
     def _batch(self, answer: TrainBatch) -> Batch:
-        """Of the columns, those that the statistics of an emulated trainer read."""
+        """A batch with only the columns that the statistics of an emulated trainer read."""
         batch = Batch(answer, [parts[0] for parts in rounds(answer.rows(), 1, self._micro_tokens)])
         for row in batch.rows:
             length = row.num_tokens - self._prompt_tokens

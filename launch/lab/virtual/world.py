@@ -44,7 +44,7 @@ class World:
         self.now = 0.0
         self.num_events = 0
         self.threads: list[Waiter] = []
-        """Those that have started and not ended, in the order of their start."""
+        """The threads that have started and not ended, in the order of their start."""
         self.current: Waiter | None = None
         """The thread that runs; None while the world handles an event."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []

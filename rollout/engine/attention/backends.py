@@ -40,7 +40,7 @@ def choose(wanted: str, policy: "Policy", cache: "KVCache", exact: ExactOperator
     able = [name for name, is_able in _abilities(policy, cache).items() if is_able]
     if wanted != "auto" and wanted not in able:
         raise SettingError(
-            f"generator.attention: '{wanted}' cannot serve this policy here (able: auto, {', '.join(able)})"
+            f"generator.attention: '{wanted}' does not support this policy here (supported: auto, {', '.join(able)})"
         )
     name = able[0] if wanted == "auto" else wanted
     if name == "pool":

@@ -43,7 +43,7 @@ class TableAttention:
         self.use(self.table, to_device((batch.positions + 1).astype(np.int32), batch.device))
 
     def use(self, table: Tensor, lengths: Tensor) -> None:
-        """Attend to these tokens from now on."""
+        """Use these tables from now on."""
         self.table = table
         self.lengths = lengths
         self._cache_rows: Tensor | None = None

@@ -75,7 +75,7 @@ def test_the_error_for_a_row_without_a_prompt_names_the_row(tmp_path: Path):
         ('{"prompt": "x", "score": -Infinity}', r"JSON has no NaN"),
         ('{"prompt": "\\ud800"}', r"is not JSON"),
         (json.dumps({"prompt": "x" * MAX_ROW_BYTES}), r"bytes; at most"),
-        ('{"prompt": "x", "tree": ' + "[" * 100_000 + "]" * 100_000 + "}", r"one inside the other"),
+        ('{"prompt": "x", "tree": ' + "[" * 100_000 + "]" * 100_000 + "}", r"nested lists or objects"),
     ],
 )
 def test_a_row_that_could_not_travel_in_a_message_is_named_before_the_run(row: str, reason: str, tmp_path: Path):
@@ -107,7 +107,7 @@ def test_a_deeply_nested_row_and_a_file_that_cannot_be_read_are_told(tmp_path: P
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     rows = open_rows(DataSettings(path=str(path), prompt_column="question"))
-    assert row_problem(rows[0]) == f"has more than {MAX_NESTED} lists or objects one inside the other"
+    assert row_problem(rows[0]) == f"has more than {MAX_NESTED} nested lists or objects"
     monkeypatch.setattr(os, "pread", lambda *_: os.read(-1, 1))
     with pytest.raises(SettingError, match=r"data\.path: cannot read .*data\.jsonl: Bad file descriptor"):
         rows[0]
@@ -276,5 +276,5 @@ def test_a_mistake_in_one_of_several_files_names_the_file_and_the_row(tmp_path: 
 
 def test_a_column_of_objects_without_a_text_is_refused_by_name():
     assert as_json({"when": date(2026, 1, 2)}) == b'{"when": "2026-01-02"}'
-    with pytest.raises(SettingError, match=r"data\.path: the column image holds objects without a text"):
+    with pytest.raises(SettingError, match=r"data\.path: the column image has values that JSON cannot hold"):
         as_json({"prompt": "p at 0x1>", "level": float("nan"), "image": object()})

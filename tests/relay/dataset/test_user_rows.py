@@ -82,7 +82,10 @@ class Rows:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return {'prompt': f'{random.random()}'}", "row 1 has changed; a row follows from its number alone"),
+        (
+            "return {'prompt': f'{random.random()}'}",
+            "row 1 has changed since it was first read; a row must depend on its index alone",
+        ),
         ("return {'prompt': 'x'} if index < 4 else {'question': 'x'}", r":5 has no `prompt` column; it has question"),
         ("return {'prompt': 3}", r":1 has a `prompt` that is neither text nor a list"),
         ("return 'text'", "row 1 is a str, not a dict of columns"),
@@ -103,7 +106,7 @@ def test_a_row_that_cannot_be_used_is_named_before_the_run(tmp_path: Path, body:
         ("", "Rows", r"rows\.py has no Rows"),
         ("Rows = []", "Rows", r"rows\.py:Rows has no rows"),
         ("", "", r"rows\.py: is not of the form FILE\.py:NAME"),
-        ("def Rows(): ...", "Rows", "has no __len__; rows are counted and read by their number"),
+        ("def Rows(): ...", "Rows", "has no __len__; rows are counted with __len__ and read with __getitem__"),
         ("Rows = {1, 2}", "Rows", "has no __getitem__;"),
         ("def Rows(size): ...", "Rows", r"rows\.py:Rows: TypeError: Rows\(\) missing 1 required"),
         ("import no_such_package", "Rows", r"ModuleNotFoundError: No module named 'no_such_package' \(.*rows\.py:1\)$"),

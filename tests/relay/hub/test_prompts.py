@@ -191,8 +191,8 @@ def test_a_search_that_takes_too_long_ends_the_run(scene: Scene, tmp_path: Path,
     ("chance", "reason"),
     [
         (lambda step, row: row["missing"], r"data\.curriculum: row 1: KeyError: 'missing'"),
-        (lambda step, row: 2, r"row 1: ValueError: the chance of a row is 2; it is from 0 to 1"),
-        (lambda step, row: float("nan"), r"the chance of a row is nan"),
+        (lambda step, row: 2, r"row 1: ValueError: the probability of a row is 2; it must be from 0 to 1"),
+        (lambda step, row: float("nan"), r"the probability of a row is nan"),
         (lambda step, row: False, r"no prompt is left that can be used and that data\.curriculum takes at step 0"),
     ],
 )

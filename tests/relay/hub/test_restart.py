@@ -75,7 +75,7 @@ def test_leases_of_a_process_that_died_meanwhile_come_back(scene: Restart):
     holders = [row.holder for _, row in scene.hub.state.rows(RowStatus.LEASED)]
     assert holders == ["rollout-1", "rollout-1"]
     (returned,) = [event for event in scene.events() if isinstance(event, ev.Returned)]
-    assert returned.reason == "gone while the hub was started again"
+    assert returned.reason == "gone while the hub was restarting"
 
 
 def test_rows_of_a_storage_unit_that_died_meanwhile_are_wanted_again(scene: Restart):
@@ -130,7 +130,7 @@ def test_a_process_that_was_drained_gets_no_more_and_is_stopped(scene: Restart):
     scene.say("ctl-1", DrainRequested("rollout-0"))
     scene.say("ctl-1", DrainRequested("relay-0"))
     scene.restart()
-    assert Stop("drained") in scene.heard("relay-0"), "the hub before may not have sent it"
+    assert Stop("drained") in scene.heard("relay-0"), "the previous hub may not have sent it"
     assert scene.heard("rollout-0") == [grant]
     scene.finish(grant)
     scene.say("rollout-0", LeaseRequest(FIRST + 2, 0, 1))

@@ -123,8 +123,8 @@ def test_rows_that_no_unit_takes_stay_in_the_file_for_a_later_run(
     [
         (lambda file: file.unlink(), "lacks rows-"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes of rows-"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"?"), "holds other bytes"),
-        (lambda file: (file.parent / "manifest.json").unlink(), "was not written to its end"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"?"), "has a damaged"),
+        (lambda file: (file.parent / "manifest.json").unlink(), "is incomplete"),
     ],
 )
 def test_a_damaged_file_gives_no_row_and_says_why(run: Run, later: Run, tmp_path: Path, damage, problem: str):

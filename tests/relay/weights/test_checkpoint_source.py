@@ -68,7 +68,7 @@ def test_a_version_without_checkpoint_names_the_settings_and_one_unknown_is_told
     run = Run(tmp_path)
     with pytest.raises(VersionNotAvailable, match=r"no checkpoint of step 4; checkpoint\.every"):
         run.read(4)
-    with pytest.raises(VersionNotAvailable, match="the journal does not know it"):
+    with pytest.raises(VersionNotAvailable, match="it is not in the journal"):
         run.read(6)
 
 

@@ -306,7 +306,7 @@ def test_a_late_piece_of_an_older_version_leaves_the_newer_one_as_it_is(version_
     sender, receiver = MemoryLink.pair()
     send_frame(sender, Offer(1, NUM_BYTES, 5), 1.0)
     send_data(sender, content(1), 1.0)
-    with pytest.raises(LinkBroken, match="version 1 is no longer taken"):
+    with pytest.raises(LinkBroken, match="version 1 is no longer received"):
         receive_versions(LateLink(receiver, version_store), version_store, "relay-0", lambda: False, lambda _: None)
     assert version_store.slots.newest() == 2
     _, held = version_store.slots.read_with(np.copy)

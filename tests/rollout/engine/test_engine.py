@@ -204,7 +204,7 @@ def test_an_engine_on_another_gpu_than_the_current_one_is_refused(monkeypatch):
 
 def test_prompts_of_the_wrong_kind_are_refused(llama):
     engine = Engine(llama)
-    with pytest.raises(SettingError, match="prompts are a list"):
+    with pytest.raises(SettingError, match="prompts must be a list"):
         engine.generate("Once")
     with pytest.raises(SettingError, match="whole numbers"):
         engine.generate([[5.0, 6.0]])  # pyright: ignore[reportArgumentType]
@@ -394,7 +394,7 @@ def test_the_engine_describes_its_choices(llama):
         "lean forward in float32 on cpu, attention 'pool', 130 pages of 64 tokens, at most 0.0"
     )
     assert "attention 'gather'" in Engine(llama, attention="gather").description
-    with pytest.raises(SettingError, match=r"generator\.attention: 'triton' cannot serve this policy here"):
+    with pytest.raises(SettingError, match=r"generator\.attention: 'triton' does not support this policy here"):
         Engine(llama, attention="triton")
     with pytest.raises(SettingError, match=r"generator\.kv_gb: 1000000\.0 GB of KV cache, but the free memory leaves"):
         Engine(llama, kv_gb=1e6)

@@ -219,7 +219,7 @@ def test_a_forked_child_cannot_answer_for_its_environment(pool: MakePool):
 
 def test_a_state_that_is_nested_too_deeply_costs_its_trajectory(pool: MakePool):
     nested, plain = ask(pool("Deep"), ["deep"], ["a"])
-    assert "lists or objects one inside the other" in nested.failure and not plain.failure
+    assert "nested lists or objects" in nested.failure and not plain.failure
 
 
 @pytest.mark.parametrize("observation", [7, [{"role": "user", "content": "a message"}]])

@@ -82,11 +82,11 @@ def test_a_text_models_call_has_one_argument_between_tags():
     [
         ("<tool_call>{not json}</tool_call>", 'JSON with \\"name\\"'),
         ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "unknown tool 'sub'; known: add"),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are an object"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be an object"),
         ('<tool_call>{"name": "add", "arguments": {"up": 1}}</tool_call>', "TypeError"),
         ('<tool_call>["add"]</tool_call>', 'JSON with \\"name\\"'),
         ("<tool_call>" + "[" * 100_000, 'JSON with \\"name\\"'),
-        ('<tool_call>{"name": "add", "arguments": "' + "[" * 100_000 + '"}', "are JSON"),
+        ('<tool_call>{"name": "add", "arguments": "' + "[" * 100_000 + '"}', "must be JSON"),
     ],
 )
 def test_the_policy_reads_what_is_wrong_with_its_call(turn: str, problem: str):

@@ -187,7 +187,7 @@ def test_length_is_minus_thousands_of_tokens():
         (lambda solution_str: {"score": [1]}, r"f returned {'score': \[1\]}, which is not a number"),
         (lambda completions: [object()] * 2, "f returned <object .*, which is not a number"),
         (lambda completions: 1.0, "f returned 1.0 for 2 completions, not a list"),
-        (lambda completions: None, "f returned None in place of a list of rewards"),
+        (lambda completions: None, "f returned None instead of a list of rewards"),
         (lambda completions: "x" * 200, r"f returned 'x+\.\.\. for 2 completions, not a list"),
     ],
 )

@@ -226,13 +226,13 @@ def test_none_for_the_first_trajectories_is_no_broken_function(pool: MakePool):
 def test_none_for_all_of_the_first_samples_is_a_function_without_a_return(pool: MakePool):
     rewards = pool(TRL + "    [float(a) for a in answer]\n    return [None for _ in answer]\n")
     score(rewards, *[{"answer": 1}] * 63)
-    with pytest.raises(SettingError, match=r"returned None for all of the first 64 samples; does it lack a `return`\?"):
+    with pytest.raises(SettingError, match=r"returned None for all of the first 64 samples; is a `return` missing\?"):
         score(rewards, {"answer": 1})
 
 
 def test_none_in_place_of_a_list_is_named(pool: MakePool):
     done = score(pool(TRL + "    [float(a) for a in answer]\n"), {"answer": 1})
-    assert "reward returned None in place of a list of rewards; does it lack a `return`?" in done[0].failure
+    assert "reward returned None instead of a list of rewards; is a `return` missing?" in done[0].failure
 
 
 def test_samples_of_few_prompts_without_a_reward_are_no_broken_function(pool: MakePool):

@@ -153,7 +153,7 @@ def test_a_run_that_ends_between_the_updates_of_a_step_says_so(policy_dir, capsy
         actor.accumulate(batch, StepMetrics())
     actor.discard()
     assert not all(torch.equal(a, b) for a, b in zip(before, actor.policy.parameters(), strict=True))
-    assert "the weights have 1 of the 2 updates of step 1" in capsys.readouterr().out
+    assert "the weights include 1 of the 2 updates of step 1" in capsys.readouterr().out
     actor.discard()
     assert not capsys.readouterr().out
 

@@ -94,7 +94,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     path = tiny_policy(tmp_path)
     whole = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(SettingError, match=r"model\.path: .*model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(SettingError, match=r"model\.path: .*model\.safetensors is not a complete safetensors file"):
         load_policy(path)
 
 

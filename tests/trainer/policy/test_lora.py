@@ -217,7 +217,7 @@ def test_a_checkpoints_adapter_of_other_settings_or_another_base_is_refused(tmp_
         with pytest.raises(SettingError, match=f"lora.{name}"):
             check_adapter(folder, weights, structs.replace(LORA, **{name: value}), base)
     other = tiny_policy(tmp_path / "other", seed=1)
-    with pytest.raises(SettingError, match=r"model\.path: .*other.* has other weights"):
+    with pytest.raises(SettingError, match=r"model\.path: .*other.* is not the base model"):
         check_adapter(folder, weights, LORA, AdapterBase.read(str(other)))
 
 
@@ -229,7 +229,7 @@ def test_a_checkpoints_adapter_of_other_settings_or_another_base_is_refused(tmp_
         (
             {},
             {"targets": ("q_proj",)},
-            r"lora\.targets: .* 14 layers \(down_proj, .*, and the run's of 2 layers \(q_proj\)",
+            r"lora\.targets: .* 14 layers \(down_proj, .*, but the run's has 2 layers \(q_proj\)",
         ),
         ({"use_rslora": True}, {}, r"lora\.path: .* use_rslora=True"),
         ({"use_dora": True, "bias": "all"}, {}, r"lora\.path: .* use_dora=True, bias=all"),
@@ -265,12 +265,12 @@ def test_an_adapter_whose_initialisation_leaves_the_base_is_continued(tmp_path: 
 
 def test_an_adapter_of_another_base_or_without_its_files_is_refused(tmp_path: Path):
     _, folder = written(tmp_path)
-    with pytest.raises(SettingError, match=r"model\.path: .*other weights"):
+    with pytest.raises(SettingError, match=r"model\.path: .*is not the base model"):
         started(folder, tiny_policy(tmp_path / "other", seed=1))
     with pytest.raises(SettingError, match=r"lora\.path: .* has the shape"):
         started(folder, tiny_policy(tmp_path / "wider", intermediate_size=128))
     (folder / "adapter_model.safetensors").write_bytes(b"broken")
-    with pytest.raises(SettingError, match=r"lora\.path: .*adapter_model\.safetensors is not a whole"):
+    with pytest.raises(SettingError, match=r"lora\.path: .*adapter_model\.safetensors is not a complete"):
         started(folder, tmp_path / "llama")
     with pytest.raises(SettingError, match=r"lora\.path: .*llama has no adapter_config\.json"):
         started(tmp_path / "llama", tmp_path / "llama")
@@ -290,7 +290,7 @@ def test_a_checkpoints_adapter_without_settings_or_weights_is_refused(tmp_path: 
     policy, folder = written(tmp_path)
     weights, base = adapter_weights(policy.model), AdapterBase.read(str(tmp_path / "llama"))
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(SettingError, match=r"run\.resume: .*adapter_model\.safetensors is not a whole"):
+    with pytest.raises(SettingError, match=r"run\.resume: .*adapter_model\.safetensors is not a complete"):
         check_adapter(folder, weights, LORA, base)
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(SettingError, match=r"lora\.rank: .* has None, not 4"):

@@ -35,7 +35,7 @@ class PagesAttention(Protocol):
 
 
 class ExactOperators(Protocol):
-    """On one kind of device; a row's result depends on that row alone."""
+    """The operators for one kind of device. The result of a row depends on that row alone."""
 
     rows: int
     """The number of rows of a linear layer's input is a multiple of this."""
@@ -62,7 +62,7 @@ class ExactOperators(Protocol):
         ...
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """Of fp32 [T, vocab]. Without gradient."""
+        """The log-softmax of fp32 [T, vocab]. Without gradient."""
         ...
 
     def over_pages(self, runs: Sequence[Run], device: torch.device | str) -> PagesAttention:
