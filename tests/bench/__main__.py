@@ -169,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kill", type=int, default=defaults.kill, help="members whose hosts are killed at once (members)"
     )
+    parser.add_argument("--expiry-s", type=float, default=defaults.expiry_s, help="comm.expiry_s (members)")
     return parser
 
 
