@@ -91,7 +91,7 @@ CATALOGUE = (
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
     Workload("hub-events-4096-groups", "hub", "hub.starving_trainer",
              "the same with 4,096 groups in the queue and a trainer that waits for the first"),
-    Workload("members", "hub", "members.members",
+    Workload("members", "members", "members.members",
              "members of many hosts on one store: its CPU and memory; seconds until the hub acts on deaths (--hosts, --members, --kill)",
              tuple(f"members-{row}" for row in ("join", "cpu", "memory", "hub-cpu", "close", "kill", "freeze", "crash"))),
     Workload("learning-rates", "learning", "learning.rates",

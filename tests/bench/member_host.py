@@ -57,8 +57,9 @@ SECRET = b"benchmark"
 SAMPLES, GROUPS_HELD = 16, 2
 """Of each group, and groups that a rollout holds."""
 _ROW_S, _LOAD_S, _STREAM_S, _BUSY_S, _REPEAT_S = 2.0, 2.5, 2.0, 1.0, 2.0
-"""Seconds between two messages of a kind: a rollout on one GPU finishes a row of 2,000 tokens in 2 s (docs/develop/benchmarks.md),
-reports its load and first tokens by the settings' defaults, and repeats an open request."""
+"""Seconds between two messages of a kind: a rollout on one GPU decodes 1,000 tokens/s (an emulated H800 1,350, by the 64 GPUs of
+docs/develop/benchmarks.md), in rows of 2,000; it reports its load and first tokens by the settings' defaults, and repeats an open
+request."""
 _TURN_S = 0.5
 _CONNECT_S = 60.0
 

@@ -47,7 +47,6 @@ def test_a_workload_is_found_by_its_name_its_group_and_its_rows():
         "units",
         "hub-events",
         "hub-events-4096-groups",
-        "members",
         "journal-replay",
     ]
     assert choose([]) == list(CATALOGUE)
