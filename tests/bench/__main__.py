@@ -91,7 +91,7 @@ CATALOGUE = (
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
     Workload("hub-events-4096-groups", "hub", "hub.starving_trainer",
              "the same with 4,096 groups in the queue and a trainer that waits for the first"),
-    Workload("members", "hub", "members.members",
+    Workload("members", "members", "members.members",
              "members of many hosts on one store: its CPU and memory; seconds until the hub acts on deaths (--hosts, --members, --kill)",
              tuple(f"members-{row}" for row in ("join", "cpu", "memory", "hub-cpu", "close", "kill", "freeze", "crash"))),
     Workload("learning-rates", "learning", "learning.rates",
@@ -172,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kill", type=int, default=defaults.kill, help="members whose hosts are killed at once (members)"
     )
+    parser.add_argument("--expiry-s", type=float, default=defaults.expiry_s, help="comm.expiry_s (members)")
     return parser
 
 

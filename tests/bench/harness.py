@@ -44,6 +44,7 @@ class Options:
     hosts: int = 128
     members: int = 9
     kill: int = 100
+    expiry_s: float = 10.0
 
 
 class Measurement(msgspec.Struct, frozen=True):

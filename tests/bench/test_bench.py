@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench.members
 import msgspec
 import pytest
 from bench.__main__ import CATALOGUE, choose, main
@@ -120,6 +121,15 @@ def test_many_writers_and_readers_lose_nothing():
     rows = {row.name: row for row in load("load", Options(seconds=8))}
     assert rows["load-rows"].value > 0 and rows["load-rows"].ratio == 1
     assert rows["load-memory"].ratio < 1.5
+
+
+def test_deaths_of_members_are_known_and_no_other_member_counts_as_dead(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench.members, "_SETTLE_S", 1.5)
+    options = Options(hosts=5, members=3, kill=6, seconds=1.0, expiry_s=2.0)
+    rows = {row.name: row for row in bench.members.members("members", options)}
+    assert rows["members-crash"].holds and "6 killed, others dead: 0" in rows["members-crash"].peer
+    assert rows["members-freeze"].value > 1.0
+    assert all(rows[f"members-{name}"].value > 0 for name in ("join", "memory", "close", "kill", "crash"))
 
 
 def test_a_target_is_reached_where_the_mean_of_three_steps_is_there():
