@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from ..errors import LinkBroken, MessageRefused, SettingError, StoreGone, WrongSecret
@@ -175,16 +176,21 @@ class StoreClient:
         join_thread(self._threads[1], _FLUSH_S)
 
     def _send_all(self) -> None:
-        """Send what is queued. Waits for the outbox, at most a heartbeat; ended by `close`."""
+        """Send what is queued. Waits for the outbox, at most a heartbeat; ended by `close`.
+
+        A process that sends much beats too: its other requests may have no answer, and the store must not seem silent.
+        """
+        due_at = time.monotonic() + self._heartbeat_s
         try:
             while True:
-                try:
-                    request = self._outbox.get(timeout=self._heartbeat_s)
-                except queue.Empty:
-                    request = Beat()
-                if request is None:
-                    return
-                self._channel.send(encode_message(request))
+                with suppress(queue.Empty):
+                    request = self._outbox.get(timeout=max(0.0, due_at - time.monotonic()))
+                    if request is None:
+                        return
+                    self._channel.send(encode_message(request))
+                if time.monotonic() >= due_at:
+                    self._channel.send(encode_message(Beat()))
+                    due_at = time.monotonic() + self._heartbeat_s
         except OSError as error:
             self._lose(f"is gone ({error})")
 

@@ -1,7 +1,9 @@
 """A process's connection to the store: values, waits, and a store that has ended or is not there yet."""
 
+import itertools
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -103,6 +105,17 @@ def test_the_end_of_the_store_is_told_once_and_wakes_those_who_wait(server):
     with pytest.raises(StoreGone):
         client.set("key", b"value")
     assert len(told) == 1
+
+
+def test_a_store_that_has_nothing_to_say_to_a_busy_client_is_not_silent(server):
+    """Messages have no answer, so heartbeats go on between them."""
+    client = StoreClient.connect(server.address, SECRET, PATIENCE_S, heartbeat_s=0.3, patience_s=2.0)
+    at_end(client.close)
+    began = time.monotonic()
+    for sequence in itertools.takewhile(lambda _: time.monotonic() - began < 4.0, itertools.count()):
+        client.tell(Post("relay-0", "hub", sequence, b""))
+        time.sleep(0.05)
+    assert client.gone is None
 
 
 def test_a_connection_leaves_no_thread(server):
