@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from ..environment import ADDRESS_FILE, RECIPE_KEY, REFUSAL_KEY
@@ -54,7 +53,7 @@ def main(argv: list[str]) -> int:
     rendezvous = _Rendezvous(server.address).start() if arguments.publish else None
     while not ended.wait(_LOOK_S):
         state = server.state
-        if state.num_joined >= arguments.expect and not state.num_present(time.monotonic(), arguments.silence_s):
+        if state.num_joined >= arguments.expect and not state.num_present(arguments.silence_s):
             break
         if arguments.end_with_parent and os.getppid() != parent:
             break
