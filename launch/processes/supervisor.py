@@ -24,7 +24,7 @@ from ...comm.environment import (
     VISIBLE_DEVICES,
     environment_of_threads,
 )
-from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT, StoreGone
+from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT, SettingError, StoreGone
 from ...comm.links.host import listening_address
 from ...comm.memfd import create_memory
 from ...comm.process_tree import end_with_parent
@@ -149,7 +149,7 @@ class Supervisor:
         self.folder = FolderWatch(Path(self.recipe.run.dir))
 
     def run(self) -> int:
-        """Start the children and return the supervisor's exit code once all have ended.
+        """Start the children and return the supervisor's exit code once all have ended. Raises `SettingError` if the store refuses to start.
 
         It waits for signals, at most until the deadline: SIGCHLD when a child has ended, others to pass on.
         """
@@ -190,7 +190,7 @@ class Supervisor:
     def _start_roles(self) -> None:
         """Start the processes of the roles, once, as soon as the store has an address."""
         if self.hosts_store and not self.store_address:
-            self.store_address = read_address(Path(self.recipe.run.dir)) or ""
+            self.store_address = read_address(Path(self.recipe.run.dir), start_id())
         if self.has_started or not self.store_address:
             return
         self.has_started = True
@@ -272,6 +272,8 @@ class Supervisor:
             "is_ending": self._is_ending,
             "store_is_elsewhere": self.placement.host != 0,
         }
+        if child.name == "store" and code == 2 and not self.has_started:
+            raise SettingError(child.last_line().removeprefix(": "))
         restarts = self.restarts.setdefault(child.name, [])
         kind = classify_exit(role, code, restarts, now, **state)
         if kind is ExitKind.RESTART:

@@ -351,6 +351,11 @@ def test_a_signal_before_the_store_has_an_address_ends_it_at_once(supervisor):
     assert running.events("store signal") == [f"store signal {signal.SIGQUIT.value}"]
 
 
+def test_a_store_that_refuses_to_start_is_a_mistake_of_the_user(supervisor):
+    code, errors = supervisor("actor-0", {"store": ["mistake"]}, store=True).end()
+    assert code == 1 and errors.endswith("headrace.comm.errors.SettingError: some.setting is wrong\n")
+
+
 def test_a_store_that_its_supervisor_ends_after_the_summary_is_no_failure(supervisor):
     running = supervisor("actor-0", {"actor-0": ["wait"], "store": ["quit"]}, store=True, shutdown_s=0.3)
     running.wait_for("store start")

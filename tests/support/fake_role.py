@@ -33,7 +33,7 @@ def main() -> int:
     incarnation = sum(line.startswith(f"{name} start") for line in _lines(run / "events"))
     actions = json.loads(os.environ["HEADRACE_SCRIPT"]).get(name, ["end"])
     action = actions[min(incarnation, len(actions) - 1)]
-    if name == "store" and action != "silent":
+    if name == "store" and action not in ("silent", "mistake"):
         (run / "address").write_text(f"127.0.0.1:1\n{arguments.start}\n")
     note(f"threads {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']} {os.environ['GOMP_SPINCOUNT']}")
     note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")
