@@ -401,11 +401,30 @@ def test_the_death_of_a_process_that_is_not_started_again_ends_the_run():
     assert classify_exit("rollout", -9, [], 0.0, is_restartable=True, is_ending=True) is ExitKind.FAILED_REPORTED
 
 
-def test_a_role_that_lost_a_store_on_another_host_is_started_again_and_one_that_finds_none_is_not():
-    state = {"is_restartable": True, "is_ending": False, "store_is_elsewhere": True}
+def test_a_role_that_lost_a_store_which_has_not_ended_is_started_again_and_one_that_finds_none_is_not():
+    state = {"is_restartable": True, "is_ending": False, "has_store_ended": False}
     assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **state) is ExitKind.RESTART
     assert classify_exit("rollout", STORE_GONE_EXIT, [], 0.0, **state) is ExitKind.FAILED_REPORTED
-    here = state | {"store_is_elsewhere": False}
-    assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **here) is ExitKind.FAILED_REPORTED
+    ended = state | {"has_store_ended": True}
+    assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **ended) is ExitKind.FAILED_REPORTED
     unable = state | {"is_restartable": False}
     assert classify_exit("hub", STORE_LOST_EXIT, [], 0.0, **unable) is not ExitKind.RESTART
+
+
+def test_a_hub_whose_connection_alone_broke_is_started_again(supervisor):
+    """The store ends a connection whose reader is frozen for long; that is not the end of the store."""
+    running = supervisor("relay-0", {"hub": ["lose", "wait"], "relay-0": ["wait"]})
+    running.wait_for("hub start", count=2)
+    running.wait_for("relay-0 start")
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 0, errors
+
+
+def test_a_role_that_lost_a_store_which_has_ended_ends_the_run_on_its_host(supervisor):
+    running = supervisor("rollout-0", {"rollout-0": ["lose at word"]})
+    running.store.close()
+    (running.run_dir / "go").touch()
+    code, errors = running.end()
+    assert code == 1 and len(running.events("rollout-0 start")) == 1
+    assert errors == "headrace: rollout-0 has no connection to the run's store; the run ends on this host\n"

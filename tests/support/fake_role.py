@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from headrace.comm.errors import STORE_LOST_EXIT
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()
@@ -50,6 +52,12 @@ def main() -> int:
         case "fail":
             sys.stderr.write("ValueError: 7 is wrong\n")
             return 1
+        case "lose":
+            return STORE_LOST_EXIT
+        case "lose at word":
+            while not (run / "go").exists():
+                time.sleep(0.01)
+            return STORE_LOST_EXIT
         case "mistake":
             sys.stderr.write("some.setting is wrong\n")
             return 2
