@@ -52,8 +52,8 @@ def listen(interface: str, port: int = 0, backlog: int = 1024) -> tuple[socket.s
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches an IP address."""
-    return address == "localhost" or ip_address(address).is_loopback
+    """Whether only this host reaches an address; a name other than `localhost` is no such address."""
+    return _is_address(address) and (address == "localhost" or ip_address(address).is_loopback)
 
 
 def listening_address(setting: str, towards: str = "") -> str:
