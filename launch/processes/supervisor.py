@@ -51,7 +51,7 @@ POLL_S = 0.5
 STORE_POLL_S = 0.02
 """Seconds between two looks for the address of the store that is starting."""
 STORE_ANSWER_S = 1.0
-"""Seconds in which a store takes a connection, if its host is there."""
+"""Seconds in which a store greets who connects."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -101,14 +101,17 @@ def classify_exit(
 
 
 def has_store_ended(address: str) -> bool:
-    """Whether nothing listens at the address of the run's store any more; a host that does not answer may come back."""
+    """Whether the run's store is no more; one that is frozen, or whose host does not answer, may come back.
+
+    A store greets each connection. One that is being killed still takes some, until the kernel has closed its socket.
+    """
     try:
-        socket.create_connection(split_address(address), STORE_ANSWER_S).close()
-    except ConnectionRefusedError:
+        with socket.create_connection(split_address(address), STORE_ANSWER_S) as connection:
+            return not connection.recv(1)
+    except ConnectionError:
         return True
     except OSError:
         return False
-    return False
 
 
 @dataclass(frozen=True, slots=True)

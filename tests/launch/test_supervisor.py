@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +27,13 @@ from headrace.comm.store.server import StoreServer
 from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable
-from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
+from headrace.launch.processes.supervisor import (
+    MAX_RESTARTS,
+    RESTART_WINDOW_S,
+    ExitKind,
+    classify_exit,
+    has_store_ended,
+)
 
 T = TypeVar("T")
 DRIVER = Path(__file__).parents[1] / "support" / "supervisor_driver.py"
@@ -428,3 +436,16 @@ def test_a_role_that_lost_a_store_which_has_ended_ends_the_run_on_its_host(super
     code, errors = running.end()
     assert code == 1 and len(running.events("rollout-0 start")) == 1
     assert errors == "headrace: rollout-0 has no connection to the run's store; the run ends on this host\n"
+
+
+def test_a_store_that_takes_connections_and_ends_them_has_ended_and_one_that_is_silent_has_not(monkeypatch):
+    monkeypatch.setattr("headrace.launch.processes.supervisor.STORE_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert not has_store_ended(address)
+        listener.accept()[0].close()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(has_store_ended, address)
+            listener.accept()[0].close()
+            assert asked.result(DEADLINE_S)
+    assert has_store_ended(address)
