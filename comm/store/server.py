@@ -197,7 +197,7 @@ class _Connection(asyncio.Protocol):
             self.transport = encrypted
             encrypted.write(self._nonce)
         except OSError as error:
-            self._server.refuse(MessageRefused(str(error)))
+            self._server.refuse(MessageRefused(f"TLS hand-shake: {str(error) or type(error).__name__}"))
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:

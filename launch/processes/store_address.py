@@ -16,13 +16,15 @@ INTERRUPTED_S = 2.0
 
 
 def start_id() -> str:
-    """Tells this start of a run from earlier ones in its folder: torchrun's process, the parent of all ranks of a host."""
+    """Tells this start of a run from earlier ones in its folder: torchrun's process, the parent of all ranks of a host, and how often
+    it has started them again (--max-restarts).
+    """
     parent = os.getppid()
     try:
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         began = ""
-    return f"{parent}/{began}"
+    return f"{parent}/{began}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def find_store(run_dir: Path) -> str:

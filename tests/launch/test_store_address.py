@@ -43,6 +43,9 @@ def test_only_the_address_of_this_start_counts(tmp_path: Path, monkeypatch: pyte
         find_store(tmp_path)
     (tmp_path / ADDRESS_FILE).write_text(f"127.0.0.1:2\n{start_id()}\n")
     assert find_store(tmp_path) == "127.0.0.1:2"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun has started its ranks again
+    with pytest.raises(StoreGone):
+        find_store(tmp_path)
 
 
 @pytest.mark.parametrize("group_rank", ["0", "1"])
