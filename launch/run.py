@@ -102,13 +102,10 @@ def main(words: Sequence[str], unmade: Collection[str] = ()) -> int:
             raise
         print_message(f"error: {describe_unwritable(Path(error.filename or '.'))}; {REMEDY}, or set another run.dir")
         return 2
-    except SettingError as error:
+    except (SettingError, StoreGone) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print_message(f"error: {error}")
-        return 2
-    except StoreGone as error:
-        print_message(f"error: {error}")
-        return 1
+        return 2 if isinstance(error, SettingError) else 1
     except KeyboardInterrupt:
         return 0 if is_rank else 130  # a rank whose processes end in order after a signal returns 0 too
 

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.comm.environment import ADDRESS_FILE, STORE
 from headrace.comm.errors import StoreGone
+from headrace.launch import run
 from headrace.launch.processes import store_address
 from headrace.launch.processes.store_address import find_store, start_id
 
@@ -18,6 +19,7 @@ PATIENCE_S = 60.0
 WAITING = """
 import signal, sys
 from pathlib import Path
+from headrace.launch import run
 from headrace.launch.processes import store_address
 from headrace.launch.processes.child import block_signals
 block_signals()
@@ -62,3 +64,20 @@ def test_a_signal_ends_the_wait_for_a_store_that_never_comes(tmp_path: Path, gro
         assert waiting.stdout and waiting.stdout.readline() == "waits\n"
         waiting.send_signal(signal.SIGTERM)
         assert waiting.communicate(timeout=PATIENCE_S)[0] == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "printed"),
+    [(StoreGone("no store answers"), 1, "headrace: error: no store answers\n"), (KeyboardInterrupt(), 0, "")],
+)
+def test_a_rank_without_a_store_ends_with_one_line_on_each_host(monkeypatch, capsys, end, code: int, printed: str):
+    def run_rank(*_: object) -> int:
+        raise end
+
+    monkeypatch.setattr(run, "run_rank", run_rank)
+    monkeypatch.setattr(run, "block_signals", lambda: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for local_rank, expected in (("0", printed), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert run.main(["recipe.yaml"]) == code
+        assert capsys.readouterr().err == expected
