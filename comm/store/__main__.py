@@ -7,7 +7,7 @@ of the run, it writes the address into a file, with the ID of the start, and wit
 
 It exits with 0 on SIGQUIT, or once at least `--expect` members have joined and each of them has left or has been silent for
 `--silence-s` seconds; with 2 if a host refuses the run. It ignores SIGINT and SIGTERM: terminals and schedulers send them to all
-processes, and the store has to end last. With `--end-with-parent` it ends when its parent is gone.
+processes, and the store has to end last.
 """
 
 import argparse
@@ -41,7 +41,6 @@ def main(argv: list[str]) -> int:
         return _refuse(
             f"{arguments.expect} processes need as many open files, and this process may have {most} (ulimit -Hn)"
         )
-    parent = os.getppid()
     secret = os.environ.get("HEADRACE_SECRET", "").encode()
     tls = TlsIdentity() if arguments.tls else None
     server = StoreServer(arguments.interface, secret, arguments.port, tls)
@@ -54,8 +53,6 @@ def main(argv: list[str]) -> int:
     while not ended.wait(_LOOK_S):
         state = server.state
         if state.num_joined >= arguments.expect and not state.num_present(arguments.silence_s):
-            break
-        if arguments.end_with_parent and os.getppid() != parent:
             break
         refusal = state.values.get(REFUSAL_KEY, b"").decode() or (rendezvous.refusal if rendezvous else "")
         if refusal:
@@ -119,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--expect", type=int, default=1, help="members that must have joined before it may end")
     parser.add_argument("--silence-s", type=float, default=60.0, help="seconds of silence that count as having left")
     parser.add_argument("--tls", action="store_true", help="encrypt connections")
-    parser.add_argument("--end-with-parent", action="store_true", help="end when the process that started it is gone")
     return parser
 
 
