@@ -96,6 +96,7 @@ class StoreServer:
     def handle(self, client: int, requests: Iterable[Request]) -> None:
         """Carry out requests and send what follows from them."""
         now = time.monotonic()
+        self.state.hear(client, now)
         for request in requests:
             self.state.handle(client, request, now)
         self._send()

@@ -78,12 +78,16 @@ class StoreState:
         looked_at = self._looked_at
         return sum(looked_at - each.heard_at < silence_s for each in list(self._present.values()))
 
-    def handle(self, client: int, request: Request, now: float) -> None:
-        """Carry out a request."""
+    def hear(self, client: int, now: float) -> None:
+        """Something of this client has arrived, if only a part of a request: its member lives."""
         if (heard := self._heard.get(client)) is not None:
             heard.heard_at = now
             if not heard.member.is_alive:
                 self._set_alive(heard, is_alive=True)
+
+    def handle(self, client: int, request: Request, now: float) -> None:
+        """Carry out a request."""
+        self.hear(client, now)
         match request:
             case Beat():
                 self.outgoing[client].append(request)
