@@ -148,6 +148,7 @@ class StoreMailboxes(Mailboxes):
 
     def __init__(self, store: StoreClient) -> None:
         self._store = store
+        store.on_gone = self.on_gone
         self._open: dict[str, Inbox] = {}
         self._lock = threading.Lock()
         self._closed = False

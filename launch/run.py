@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..comm.disk import REMEDY, describe_unwritable, is_unwritable
 from ..comm.environment import sleeping_threads
-from ..comm.errors import SettingError
+from ..comm.errors import SettingError, StoreGone
 from ..comm.recipe import Recipe
 from .config.dry_run import DryRun
 from .config.gpus import Gpus
@@ -102,12 +102,12 @@ def main(words: Sequence[str], unmade: Collection[str] = ()) -> int:
             raise
         print_message(f"error: {describe_unwritable(Path(error.filename or '.'))}; {REMEDY}, or set another run.dir")
         return 2
-    except SettingError as error:
+    except (SettingError, StoreGone) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print_message(f"error: {error}")
-        return 2
+        return 2 if isinstance(error, SettingError) else 1
     except KeyboardInterrupt:
-        return 130
+        return 0 if is_rank else 130  # a rank whose processes end in order after a signal returns 0 too
 
 
 def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int:

@@ -52,8 +52,8 @@ def listen(interface: str, port: int = 0, backlog: int = 1024) -> tuple[socket.s
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address can be reached only from this host."""
-    return address == "localhost" or ip_address(address).is_loopback
+    """Whether an IP address can be reached only from this host; a name other than `localhost` counts as reachable."""
+    return _is_address(address) and (address == "localhost" or ip_address(address).is_loopback)
 
 
 def listening_address(setting: str, towards: str = "") -> str:

@@ -27,7 +27,7 @@ _environment_lock = threading.Lock()
 def meeting_store(store: "StoreClient", interface: str, name: str, deadline_s: float, *, is_host: bool) -> TCPStore:
     """The TCPStore of the group `name`, in the process that hosts it or in another; it lives as long as the host's object.
 
-    Raises `StoreGone`, and `WaitTimeout` if no host comes.
+    Raises `StoreGone`, `WaitTimeout` if no host comes, and `LinkBroken` if it has died since.
     """
     key = f"group/{name}"
     timeout = timedelta(days=1)  # never reached: each wait on it has its own deadline
@@ -42,7 +42,13 @@ def meeting_store(store: "StoreClient", interface: str, name: str, deadline_s: f
         store.set(key, address.encode())
         return hosted
     address = store.wait_for(key, deadline_s).decode()
-    return TCPStore(*split_address(address), is_master=False, wait_for_workers=False, timeout=timeout)
+    try:  # the host may have died since: then nobody answers there any more
+        connect_s = timedelta(seconds=deadline_s)
+        found = TCPStore(*split_address(address), is_master=False, wait_for_workers=False, timeout=connect_s)
+    except dist.DistError as error:
+        raise LinkBroken(f"group {name}: its first rank does not answer at {address}: {error}") from error
+    found.set_timeout(timeout)
+    return found
 
 
 def open_world(found: TCPStore, interface: str, rank: int, size: int, backend: str, timeout: timedelta) -> ProcessGroup:

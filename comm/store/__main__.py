@@ -8,7 +8,7 @@ the other hosts through torchrun's store.
 
 It exits with 0 on SIGQUIT, or once at least `--expect` members have joined and each of them has left or has been silent for
 `--silence-s` seconds. It exits with 2 if a host refuses the run. It ignores SIGINT and SIGTERM: terminals and schedulers send them to
-all processes, and the store has to end last. With `--end-with-parent` it also ends when its parent is gone.
+all processes, and the store has to end last.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from ..environment import ADDRESS_FILE, RECIPE_KEY, REFUSAL_KEY
@@ -43,7 +42,6 @@ def main(argv: list[str]) -> int:
         return _refuse(
             f"the store needs an open file for each of {arguments.expect} processes, and its limit is {most} (ulimit -Hn)"
         )
-    parent = os.getppid()
     secret = os.environ.get("HEADRACE_SECRET", "").encode()
     tls = TlsIdentity() if arguments.tls else None
     server = StoreServer(arguments.interface, secret, arguments.port, tls, arguments.expect)
@@ -55,9 +53,7 @@ def main(argv: list[str]) -> int:
     rendezvous = _Rendezvous(server.address).start() if arguments.publish else None
     while not ended.wait(_LOOK_S):
         state = server.state
-        if state.num_joined >= arguments.expect and not state.num_present(time.monotonic(), arguments.silence_s):
-            break
-        if arguments.end_with_parent and os.getppid() != parent:
+        if state.num_joined >= arguments.expect and not state.num_present(arguments.silence_s):
             break
         refusal = state.values.get(REFUSAL_KEY, b"").decode() or (rendezvous.refusal if rendezvous else "")
         if refusal:
@@ -121,7 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--expect", type=int, default=1, help="members that must have joined before it may end")
     parser.add_argument("--silence-s", type=float, default=60.0, help="seconds of silence that count as having left")
     parser.add_argument("--tls", action="store_true", help="encrypt connections")
-    parser.add_argument("--end-with-parent", action="store_true", help="end when the process that started it is gone")
     return parser
 
 

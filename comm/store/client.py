@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from ..errors import LinkBroken, MessageRefused, SettingError, StoreGone, WrongSecret
@@ -175,21 +176,21 @@ class StoreClient:
         join_thread(self._threads[1], _FLUSH_S)
 
     def _send_all(self) -> None:
-        """Send queued requests, and a heartbeat in each period: its answer shows that the store lives. Ends with `close`."""
-        due = time.monotonic() + self._heartbeat_s
+        """Send queued requests, and a heartbeat in each period. Ends with `close`.
+
+        A client that is always sending needs heartbeats too: other requests may have no answer, and the store must not seem silent.
+        """
+        due_at = time.monotonic() + self._heartbeat_s
         try:
             while True:
-                if (remaining_s := due - time.monotonic()) <= 0:
+                with suppress(queue.Empty):
+                    request = self._outbox.get(timeout=max(0.0, due_at - time.monotonic()))
+                    if request is None:
+                        return
+                    self._channel.send(encode_message(request))
+                if time.monotonic() >= due_at:
                     self._channel.send(encode_message(Beat()))
-                    due = time.monotonic() + self._heartbeat_s
-                    continue
-                try:
-                    request = self._outbox.get(timeout=remaining_s)
-                except queue.Empty:
-                    continue
-                if request is None:
-                    return
-                self._channel.send(encode_message(request))
+                    due_at = time.monotonic() + self._heartbeat_s
         except OSError as error:
             self._lose(f"is gone ({error})")
 

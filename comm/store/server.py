@@ -100,6 +100,7 @@ class StoreServer:
     def handle(self, client: int, requests: Iterable[Request]) -> None:
         """Carry out requests, and send the answers and deliveries that follow from them."""
         now = time.monotonic()
+        self.state.hear(client, now)
         for request in requests:
             self.state.handle(client, request, now)
         self._send()
@@ -201,7 +202,7 @@ class _Connection(asyncio.Protocol):
             self.transport = encrypted
             encrypted.write(self._nonce)
         except OSError as error:
-            self._server.refuse(MessageRefused(str(error)))
+            self._server.refuse(MessageRefused(f"TLS hand-shake: {str(error) or type(error).__name__}"))
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:

@@ -61,6 +61,7 @@ class StoreState:
         self._incarnations: Counter[str] = Counter()
         self._watchers: dict[str, set[int]] = defaultdict(set)
         self._changed: set[str] = set()
+        self._looked_at = 0.0
 
     @property
     def num_joined(self) -> int:
@@ -72,16 +73,21 @@ class StoreState:
         """Whether `tell_changes` has something to tell."""
         return bool(self._changed)
 
-    def num_present(self, now: float, silence_s: float) -> int:
-        """Number of members that have not left and have sent something within `silence_s`."""
-        return sum(now - each.heard_at < silence_s for each in list(self._present.values()))
+    def num_present(self, silence_s: float) -> int:
+        """Number of members that have not left and were heard within `silence_s` before the last `look`. Any thread may call it."""
+        looked_at = self._looked_at
+        return sum(looked_at - each.heard_at < silence_s for each in list(self._present.values()))
 
-    def handle(self, client: int, request: Request, now: float) -> None:
-        """Carry out a request."""
+    def hear(self, client: int, now: float) -> None:
+        """Something of this client has arrived, if only a part of a request: its member lives."""
         if (heard := self._heard.get(client)) is not None:
             heard.heard_at = now
             if not heard.member.is_alive:
                 self._set_alive(heard, is_alive=True)
+
+    def handle(self, client: int, request: Request, now: float) -> None:
+        """Carry out a request."""
+        self.hear(client, now)
         match request:
             case Beat():
                 self.outgoing[client].append(request)
@@ -114,9 +120,10 @@ class StoreState:
     def look(self, now: float, pause_s: float = 0.0) -> None:
         """Declare silent members dead. `pause_s`: seconds for which the store itself was stopped; they do not count as silence."""
         for presence in self._heard.values():
-            presence.heard_at += pause_s
+            presence.heard_at = min(now, presence.heard_at + pause_s)
             if presence.member.is_alive and now - presence.heard_at >= presence.expiry_s:
                 self._set_alive(presence, is_alive=False)
+        self._looked_at = now
 
     def tell_changes(self) -> None:
         """Send the watchers the members that have changed since the last call."""

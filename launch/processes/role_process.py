@@ -49,6 +49,7 @@ from .secret import read_secret
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet, StoreFleet
     from ...comm.mailbox import Mailbox
+    from ...comm.messages import Message
 
 _MAINS = {
     "hub": "headrace.relay.hub.loop",
@@ -96,7 +97,7 @@ class SignalReporter:
         if self.mailbox is not None:
             from ...comm.messages import CheckpointRequested
 
-            self.mailbox.send("hub", CheckpointRequested())
+            self._send(CheckpointRequested())
 
     def _report(self) -> None:
         if self.mailbox is not None:
@@ -104,7 +105,12 @@ class SignalReporter:
             from ...comm.messages.base import process_of
 
             leaving = DrainRequested(process_of(self.mailbox.name))
-            self.mailbox.send("hub", leaving if JOINING in os.environ else Interrupted(self.received))
+            self._send(leaving if JOINING in os.environ else Interrupted(self.received))
+
+    def _send(self, message: "Message") -> None:
+        """Send in a thread: a handler runs wherever the main thread is, which may have the mailbox's lock."""
+        assert self.mailbox is not None
+        threading.Thread(target=self.mailbox.send, args=("hub", message), name="signal report", daemon=True).start()
 
 
 def run_role(role: str, index: int, recipe: Recipe, address: str, signals: SignalReporter) -> int:

@@ -8,6 +8,7 @@ starts the run's store, and the supervisor of relay-0 also starts the hub.
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,8 @@ from ...comm.environment import (
     VISIBLE_DEVICES,
     environment_of_threads,
 )
-from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT, StoreGone
-from ...comm.links.host import listening_address
+from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT, SettingError, StoreGone
+from ...comm.links.host import listening_address, split_address
 from ...comm.memfd import create_memory
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
@@ -49,6 +50,8 @@ POLL_S = 0.5
 """Seconds between two checks for the summary."""
 STORE_POLL_S = 0.02
 """Seconds between two checks for the address of the store that is starting."""
+STORE_ANSWER_S = 1.0
+"""Seconds within which a store answers a connection."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -79,15 +82,15 @@ def classify_exit(
     *,
     is_restartable: bool,
     is_ending: bool,
-    store_is_elsewhere: bool = False,
+    has_store_ended: bool = True,
 ) -> ExitKind:
     """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts.
 
-    A process that lost a store on another host is started again: the network may come back.
+    A process that lost a store that has not ended is started again: it was frozen for long, or the network may come back.
     """
     if code == 0:
         return ExitKind.DONE
-    if is_ending or code == STORE_GONE_EXIT or (code == STORE_LOST_EXIT and not store_is_elsewhere):
+    if is_ending or code == STORE_GONE_EXIT or (code == STORE_LOST_EXIT and has_store_ended):
         return ExitKind.FAILED_REPORTED
     if is_restartable and code != 2:
         recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
@@ -95,6 +98,20 @@ def classify_exit(
     if code in (1, 2, MEMORY_FULL_EXIT) and role != "store":
         return ExitKind.FAILED_REPORTED
     return ExitKind.FAILED_UNREPORTED
+
+
+def has_store_ended(address: str) -> bool:
+    """Whether the run's store is no more; one that is frozen, or whose host does not answer, may come back.
+
+    A store greets each connection. One that is being killed still takes some, until the kernel has closed its socket.
+    """
+    try:
+        with socket.create_connection(split_address(address), STORE_ANSWER_S) as connection:
+            return not connection.recv(1)
+    except ConnectionError:
+        return True
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +166,7 @@ class Supervisor:
         self.folder = FolderWatch(Path(self.recipe.run.dir))
 
     def run(self) -> int:
-        """Start the children and return the supervisor's exit code once all have ended.
+        """Start the children and return the supervisor's exit code once all have ended. Raises `SettingError` if the store refuses to start.
 
         It waits for signals, at most until the deadline: SIGCHLD when a child has ended, others to pass on.
         """
@@ -190,7 +207,7 @@ class Supervisor:
     def _start_roles(self) -> None:
         """Start the processes of the roles, once, as soon as the store has an address."""
         if self.hosts_store and not self.store_address:
-            self.store_address = read_address(Path(self.recipe.run.dir)) or ""
+            self.store_address = read_address(Path(self.recipe.run.dir), start_id())
         if self.has_started or not self.store_address:
             return
         self.has_started = True
@@ -270,8 +287,10 @@ class Supervisor:
         state = {
             "is_restartable": can_restart,
             "is_ending": self._is_ending,
-            "store_is_elsewhere": self.placement.host != 0,
+            "has_store_ended": code == STORE_LOST_EXIT and has_store_ended(self.store_address),
         }
+        if child.name == "store" and code == 2 and not self.has_started:
+            raise SettingError(child.last_line().removeprefix(": "))
         restarts = self.restarts.setdefault(child.name, [])
         kind = classify_exit(role, code, restarts, now, **state)
         if kind is ExitKind.RESTART:

@@ -33,11 +33,12 @@ class FailureDetector:
 
     def deaths(self) -> list[Death]:
         """The deaths since the last call, each reported once."""
-        watched = [member for member in self._fleet.members() if member.role in WATCHED]
+        members = self._fleet.members()
+        watched = [member for member in members if member.role in WATCHED]
         # One that joined and died between two looks may hold leases too.
         missed = [member for member in watched if not member.is_alive and not self._has_seen(member)]
         before = [*self.living.values(), *missed]
-        self.seen |= {member.name: member for member in self._fleet.members()}
+        self.seen |= {member.name: member for member in members}
         self.living = {member.name: member for member in watched if member.is_alive}
         deaths: list[Death] = []
         for member in before:

@@ -57,6 +57,8 @@ def test_a_setting_that_fits_no_address_is_refused_with_the_hosts_name_and_addre
 def test_a_host_that_would_announce_a_loopback_address_to_other_hosts_is_refused():
     with pytest.raises(SettingError, match=r"comm\.interface=lo: other hosts cannot reach 127\.0\.0\.1"):
         own_address("lo", "203.0.113.7:80")
+    with pytest.raises(SettingError, match=r"other hosts cannot reach 127\.0\.0\.1 .* store is at first-host"):
+        own_address("lo", "first-host:80")
 
 
 @pytest.mark.parametrize(

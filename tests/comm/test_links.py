@@ -21,6 +21,7 @@ from support.throttled_link import ThrottledLink
 from headrace.comm.errors import LinkBroken, SettingError
 from headrace.comm.links import staged
 from headrace.comm.links.opening import open_link
+from headrace.comm.links.process_group import meeting_store
 from headrace.comm.links.process_group import open_pair as open_pair_group
 from headrace.comm.links.staged import StagedLink
 from headrace.comm.links.tls import TlsIdentity
@@ -296,3 +297,14 @@ def test_a_throttled_link_makes_up_for_a_sleep_that_was_too_long():
     for _ in range(20):
         throttled.send(np.zeros(100_000, np.uint8), 5)
     assert clock.now == pytest.approx(0.2, abs=0.003)
+
+
+def test_the_first_rank_of_a_group_that_died_after_it_gave_its_address_is_not_awaited_for_ever():
+    server = StoreServer("127.0.0.1", SECRET).start()
+    at_end(server.close)
+    store = connected(server.address)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    store.set("group/a", f"127.0.0.1:{port}".encode())
+    with pytest.raises(LinkBroken, match="group a: its first rank does not answer"):
+        meeting_store(store, "127.0.0.1", "a", deadline_s=1.0, is_host=False)

@@ -138,7 +138,6 @@ def test_a_mailbox_whose_store_is_gone_raises_an_error_that_names_it():
     client = StoreClient.connect(store.stdout.readline().split()[1], b"", PATIENCE_S)
     at_end(client.close)
     mailboxes = StoreMailboxes(client)
-    client.on_gone = mailboxes.on_gone
     hub = mailboxes.open("hub")
     store.kill()
     store.wait()

@@ -1,9 +1,16 @@
 """The end of a role's process."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
+from support.closing import at_end
+
+from headrace.comm.mailbox import StoreMailboxes
+from headrace.comm.messages import CheckpointRequested, Interrupted
+from headrace.comm.store.client import StoreClient
+from headrace.comm.store.server import StoreServer
 
 FAILED = """
 import sys, threading, torch
@@ -31,3 +38,33 @@ def test_a_role_that_leaves_a_thread_inside_torch_ends_with_its_own_exit_code(co
         [sys.executable, "-c", FAILED, str(code)], capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (code, "the last word\n", "")
+
+
+INTERRUPTED = """
+import os, signal, sys
+from headrace.comm.mailbox import StoreMailboxes
+from headrace.comm.store.client import StoreClient
+from headrace.launch.processes.role_process import SignalReporter
+
+signals = SignalReporter("hub")
+mailbox = StoreMailboxes(StoreClient.connect(sys.argv[1], b"", 60)).open("hub/worker")
+signals.report_by(mailbox)
+with mailbox._lock:  # as within a send
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
+sys.stdin.readline()
+"""
+
+
+def test_a_signal_while_the_process_reports_another_one_stops_nothing():
+    """A handler runs wherever the main thread is, and must not wait for what that thread holds."""
+    server = StoreServer("127.0.0.1", b"").start()
+    at_end(server.close)
+    client = StoreClient.connect(server.address, b"", 60)
+    at_end(client.close)
+    hub = StoreMailboxes(client).open("hub")
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, server.address], stdin=subprocess.PIPE)
+    at_end(process.communicate)
+    at_end(process.kill)
+    received = [envelope.message for _ in range(2) if (envelope := hub.receive(20))]
+    assert CheckpointRequested() in received and Interrupted(signal.SIGTERM) in received

@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +27,13 @@ from headrace.comm.store.server import StoreServer
 from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable
-from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S, ExitKind, classify_exit
+from headrace.launch.processes.supervisor import (
+    MAX_RESTARTS,
+    RESTART_WINDOW_S,
+    ExitKind,
+    classify_exit,
+    has_store_ended,
+)
 
 T = TypeVar("T")
 DRIVER = Path(__file__).parents[1] / "support" / "supervisor_driver.py"
@@ -351,6 +359,11 @@ def test_a_signal_before_the_store_has_an_address_ends_it_at_once(supervisor):
     assert running.events("store signal") == [f"store signal {signal.SIGQUIT.value}"]
 
 
+def test_a_store_that_refuses_to_start_is_a_mistake_of_the_user(supervisor):
+    code, errors = supervisor("actor-0", {"store": ["mistake"]}, store=True).end()
+    assert code == 1 and errors.endswith("headrace.comm.errors.SettingError: some.setting is wrong\n")
+
+
 def test_a_store_that_its_supervisor_ends_after_the_summary_is_no_failure(supervisor):
     running = supervisor("actor-0", {"actor-0": ["wait"], "store": ["quit"]}, store=True, shutdown_s=0.3)
     running.wait_for("store start")
@@ -396,11 +409,43 @@ def test_the_death_of_a_process_that_is_not_started_again_ends_the_run():
     assert classify_exit("rollout", -9, [], 0.0, is_restartable=True, is_ending=True) is ExitKind.FAILED_REPORTED
 
 
-def test_a_role_that_lost_a_store_on_another_host_is_started_again_and_one_that_finds_none_is_not():
-    state = {"is_restartable": True, "is_ending": False, "store_is_elsewhere": True}
+def test_a_role_that_lost_a_store_which_has_not_ended_is_started_again_and_one_that_finds_none_is_not():
+    state = {"is_restartable": True, "is_ending": False, "has_store_ended": False}
     assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **state) is ExitKind.RESTART
     assert classify_exit("rollout", STORE_GONE_EXIT, [], 0.0, **state) is ExitKind.FAILED_REPORTED
-    here = state | {"store_is_elsewhere": False}
-    assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **here) is ExitKind.FAILED_REPORTED
+    ended = state | {"has_store_ended": True}
+    assert classify_exit("rollout", STORE_LOST_EXIT, [], 0.0, **ended) is ExitKind.FAILED_REPORTED
     unable = state | {"is_restartable": False}
     assert classify_exit("hub", STORE_LOST_EXIT, [], 0.0, **unable) is not ExitKind.RESTART
+
+
+def test_a_hub_whose_connection_alone_broke_is_started_again(supervisor):
+    """The store ends a connection whose reader is frozen for long; that is not the end of the store."""
+    running = supervisor("relay-0", {"hub": ["lose", "wait"], "relay-0": ["wait"]})
+    running.wait_for("hub start", count=2)
+    running.wait_for("relay-0 start")
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 0, errors
+
+
+def test_a_role_that_lost_a_store_which_has_ended_ends_the_run_on_its_host(supervisor):
+    running = supervisor("rollout-0", {"rollout-0": ["lose at word"]})
+    running.store.close()
+    (running.run_dir / "go").touch()
+    code, errors = running.end()
+    assert code == 1 and len(running.events("rollout-0 start")) == 1
+    assert errors == "headrace: rollout-0 has no connection to the run's store; the run ends on this host\n"
+
+
+def test_a_store_that_takes_connections_and_ends_them_has_ended_and_one_that_is_silent_has_not(monkeypatch):
+    monkeypatch.setattr("headrace.launch.processes.supervisor.STORE_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert not has_store_ended(address)
+        listener.accept()[0].close()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(has_store_ended, address)
+            listener.accept()[0].close()
+            assert asked.result(DEADLINE_S)
+    assert has_store_ended(address)

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from headrace.comm.errors import STORE_LOST_EXIT
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()
@@ -33,7 +35,7 @@ def main() -> int:
     incarnation = sum(line.startswith(f"{name} start") for line in _lines(run / "events"))
     actions = json.loads(os.environ["HEADRACE_SCRIPT"]).get(name, ["end"])
     action = actions[min(incarnation, len(actions) - 1)]
-    if name == "store" and action != "silent":
+    if name == "store" and action not in ("silent", "mistake"):
         (run / "address").write_text(f"127.0.0.1:1\n{arguments.start}\n")
     note(f"threads {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']} {os.environ['GOMP_SPINCOUNT']}")
     note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")
@@ -50,6 +52,12 @@ def main() -> int:
         case "fail":
             sys.stderr.write("ValueError: 7 is wrong\n")
             return 1
+        case "lose":
+            return STORE_LOST_EXIT
+        case "lose at word":
+            while not (run / "go").exists():
+                time.sleep(0.01)
+            return STORE_LOST_EXIT
         case "mistake":
             sys.stderr.write("some.setting is wrong\n")
             return 2

@@ -13,12 +13,13 @@ import pytest
 from support.closing import at_end, hang_up
 
 from headrace.comm.errors import StoreGone
+from headrace.comm.frames import encode_message
 from headrace.comm.links.host import split_address
 from headrace.comm.links.tls import TlsIdentity
 from headrace.comm.store import server as server_module
 from headrace.comm.store.client import StoreClient
 from headrace.comm.store.members import Member
-from headrace.comm.store.protocol import Changed, Join, Watch
+from headrace.comm.store.protocol import Changed, Join, Post, Watch
 from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
 
@@ -137,6 +138,18 @@ def test_a_client_that_sends_a_malformed_request_is_dead_and_the_others_go_on(se
     other._channel.send(b"\x01" * 64)
     watcher.until({"rollout-0": False})
     assert watcher.client.get("key") is None
+
+
+def test_a_member_whose_message_arrives_slowly_is_not_silent(server):
+    watcher, member = Watcher(server.address), connect(server.address, heartbeat_s=PATIENCE_S)
+    join(member, expiry_s=2.0)
+    watcher.until({"rollout-0": True})
+    frame = encode_message(Post("relay-0", "rollout-0", 1, bytes(1000)))
+    for begin in range(0, len(frame), len(frame) // 10):
+        time.sleep(0.4)
+        member._channel.send(frame[begin : begin + len(frame) // 10])
+    assert watcher.client.get("key") is None
+    assert watcher.changes.empty()
 
 
 def test_a_hundred_members_that_die_at_once_are_seen_within_seconds_and_no_other(server):

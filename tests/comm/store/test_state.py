@@ -103,7 +103,32 @@ def test_a_silent_member_is_dead_until_it_is_heard_and_time_in_which_the_store_s
     play.now = 106.0
     play.does(2, Beat())
     assert play.told(1) == [("rollout-0", 1, True)]
-    assert play.state.num_present(106.5, silence_s=1.0) == 1 and not play.state.num_present(108.0, silence_s=1.0)
+    play.state.look(106.5)
+    assert play.state.num_present(silence_s=1.0) == 1
+    play.state.look(108.0)
+    assert play.state.num_present(silence_s=1.0) == 0
+
+
+def test_a_member_that_is_heard_first_after_a_pause_of_the_store_has_no_more_time_than_another():
+    play = Play()
+    play.does(1, Watch(1, ""))
+    play.does(2, Join(1, member(), 5.0))
+    play.now = 104.0
+    play.does(2, Beat())
+    play.state.look(104.0, pause_s=100.0)
+    play.state.look(110.0)
+    assert play.told(1) == [("rollout-0", 1, False)]
+
+
+def test_a_pause_of_the_store_leaves_its_members_present():
+    """Its process looks for present members in another thread, which may be the first to go on."""
+    play = Play()
+    play.does(2, Join(1, member(), 5.0))
+    play.state.look(1.0)
+    play.now = 101.0
+    assert play.state.num_present(silence_s=10.0) == 1
+    play.state.look(101.0, pause_s=99.9)
+    assert play.state.num_present(silence_s=10.0) == 1
 
 
 def test_a_member_that_leaves_is_told_as_left_and_its_closed_connection_is_no_death():
@@ -114,7 +139,7 @@ def test_a_member_that_leaves_is_told_as_left_and_its_closed_connection_is_no_de
     assert play.told(1) == []
     changes = [push for push in play.received[1] if isinstance(push, Changed)]
     assert changes[-1].left == ["rollout-0"]
-    assert play.state.num_joined == 1 and play.state.num_present(0.0, 60.0) == 0
+    assert play.state.num_joined == 1 and play.state.num_present(60.0) == 0
 
 
 def test_only_those_who_asked_for_a_role_are_told_of_it():

@@ -51,6 +51,22 @@ def test_a_member_that_joined_and_died_between_two_looks_is_dead_beside_the_one_
     assert watched.deaths() == []
 
 
+def test_a_member_that_joins_during_a_look_and_dies_before_the_next_one_is_dead(watched: Watched, monkeypatch):
+    joined: list[MemoryFleet] = []
+    members = MemoryFleet.members
+
+    def then_one_joins(fleet: MemoryFleet, role: str | None = None):
+        found = members(fleet, role)
+        if not joined:
+            joined.append(watched.join("rollout"))
+        return found
+
+    monkeypatch.setattr(MemoryFleet, "members", then_one_joins)
+    assert watched.deaths() == []
+    joined[0].crash()
+    assert watched.deaths() == [("rollout-0", 1, "incarnation 1 is gone")]
+
+
 def test_a_relay_that_is_back_after_its_unit_was_given_up_is_told_once(watched: Watched):
     watched.join("relay")
     assert watched.detector.survivors({"relay-1#1"}) == []
