@@ -82,7 +82,7 @@ class Cores:
 
 def cores_of(recipe: Recipe, roles: Sequence[str], *, has_gpus: bool) -> Cores:
     """The cores of this host, whose ranks have these roles."""
-    schedule = schedule_of(recipe)
+    schedule = schedule_of(recipe.run, recipe.rollout)
     trainer = recipe.trainer.threads
     rollout = recipe.rollout.threads
     staleness = recipe.queue.max_staleness if schedule.staleness is None else schedule.staleness

@@ -120,7 +120,7 @@ def layout_of(recipe: Recipe) -> Layout | None:
 
     That is with emulated devices, where roles take turns, and on several hosts without GPUs.
     """
-    schedule = schedule_of(recipe)
+    schedule = schedule_of(recipe.run, recipe.rollout)
     staleness = recipe.queue.max_staleness if schedule.staleness is None else schedule.staleness
     if "emulated" in (recipe.trainer.engine, recipe.rollout.engine) or staleness == 0:
         return None

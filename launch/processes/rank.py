@@ -102,7 +102,7 @@ def _make_ready(recipe: Recipe, run_dir: Path, warnings: Sequence[str]) -> None:
     if recipe.lora.rank and recipe.lora.path:
         from ...trainer.policy.adapter_files import keep_start
 
-        keep_start(recipe)
+        keep_start(recipe.run.dir, recipe.lora)
     save_recipe(recipe)
     create_secret(run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)

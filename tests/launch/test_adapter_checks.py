@@ -57,7 +57,8 @@ def test_a_changed_adapter_of_a_run_that_is_resumed_is_a_warning(tmp_path: Path,
     words = ["lora.rank=4", f"run.dir={run}", f"model.path={base}"]
     run.mkdir()
     if change != "without":
-        keep_start(read_recipe(None, [*words, f"lora.path={tmp_path / 'first'}"]))
+        recipe = read_recipe(None, [*words, f"lora.path={tmp_path / 'first'}"])
+        keep_start(recipe.run.dir, recipe.lora)
     (run / "journal.jsonl").touch()
     given = {"none": "", "another": tmp_path / "another"}.get(change, tmp_path / "first")
     if change == "gone":

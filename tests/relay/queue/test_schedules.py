@@ -15,7 +15,7 @@ from headrace.launch.config.load import SettingError, read_recipe
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply
 from headrace.relay.queue.admission import Admission
-from headrace.relay.queue.schedules import SCHEDULES
+from headrace.relay.queue.schedules import SCHEDULES, schedule_of
 from headrace.rollout.pacing import RolloutPacing
 
 STEPS = 6
@@ -153,7 +153,8 @@ def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
     [([], []), (["rollout.max_age=3"], [4, 5]), (["run.schedule=partial"], [1, 2, 3, 4, 5])],
 )
 def test_a_rollout_takes_weights_under_running_trajectories_beyond_an_age(words: list[str], ages: list[int]):
-    pacing = RolloutPacing.from_recipe(read_recipe(None, words))
+    recipe = read_recipe(None, words)
+    pacing = RolloutPacing.of(schedule_of(recipe.run, recipe.rollout), prompts_per_step=16, num_rollouts=1)
     assert [age for age in range(6) if pacing.takes_weights(age, is_idle=False)] == ages
     assert [age for age in range(6) if pacing.takes_weights(age, is_idle=True)] == [1, 2, 3, 4, 5]
 
