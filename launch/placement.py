@@ -11,7 +11,7 @@ from msgspec import structs
 from msgspec.structs import astuple
 
 from ..comm.errors import SettingError
-from ..comm.recipe import Recipe, RoleSettings
+from ..comm.recipe import Recipe, RoleSettings, RunSettings, TrainerSettings
 from .hosts import JOINED_HOST
 
 RESTARTABLE = frozenset({"actor", "hub", "relay", "rollout", "shard", "reference", "task"})
@@ -22,10 +22,10 @@ relay, or are generated again.
 """
 
 
-def is_restartable(role: str, recipe: Recipe) -> bool:
+def is_restartable(role: str, run: RunSettings, trainer: TrainerSettings) -> bool:
     """Whether a process of a role is started again. The project's own trainer continues from its checkpoint and saved rows."""
-    is_own = ":" not in recipe.trainer.engine
-    return role in RESTARTABLE and (role != "actor" or (is_own and recipe.run.save_rows != "none"))
+    is_own = ":" not in trainer.engine
+    return role in RESTARTABLE and (role != "actor" or (is_own and run.save_rows != "none"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +165,13 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
         )
 
 
-def staging_gpu(recipe: Recipe, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> str:
+def staging_gpu(link: str, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> str:
     """The GPU of a host's relays under comm.link=nccl: the first that no worker has, since NCCL refuses both ends of a link on one.
 
     Empty for another link or a host without relays. Raises `SettingError` if every GPU has a worker.
     """
     here = [place for place in placements if place.host == host]
-    if recipe.comm.link != "nccl" or all(place.role != "relay" for place in here):
+    if link != "nccl" or all(place.role != "relay" for place in here):
         return ""
     taken = {visible_devices(place, gpus) for place in here if place.slot is not None}
     free = [gpu for gpu in gpus if gpu not in taken]

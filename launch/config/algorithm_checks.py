@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...comm.errors import SettingError
-from ...comm.recipe import AlgorithmSettings, CriticSettings, Recipe
+from ...comm.recipe import AlgorithmSettings, BatchSettings, CriticSettings, Recipe
 
 _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Advantages against the other samples of the prompt."""
@@ -24,7 +24,7 @@ def check_algorithm(recipe: Recipe) -> list[str]:
             "queue.filter_zero_std=true: with batch.samples_per_prompt=1 the rewards of each group are equal, so all are"
             " dropped; set it to false, or take more samples"
         )
-    return [*_useless(recipe), *_without_ratio(recipe), *_without_weight(recipe)]
+    return [*_useless(recipe), *_without_ratio(algorithm, recipe.batch), *_without_weight(algorithm)]
 
 
 def _changed(settings: AlgorithmSettings, *names: str) -> list[str]:
@@ -33,18 +33,14 @@ def _changed(settings: AlgorithmSettings, *names: str) -> list[str]:
     return [f"algorithm.{name}" for name in names if getattr(settings, name) != getattr(default, name)]
 
 
-def _has_several_updates(recipe: Recipe) -> bool:
-    return recipe.batch.updates_per_version * recipe.batch.passes > 1
-
-
-def _without_ratio(recipe: Recipe) -> Iterator[str]:
+def _without_ratio(algorithm: AlgorithmSettings, batch: BatchSettings) -> Iterator[str]:
     """Losses and clip bounds whose ratio is 1 for each token: all are REINFORCE's gradient, times the importance weight."""
-    algorithm = recipe.algorithm
     if algorithm.loss == "reinforce":
         if bounds := _changed(algorithm, "clip_low", "clip_high"):
             yield f"{', '.join(bounds)}: no effect on algorithm.loss=reinforce"
         return
-    if algorithm.proximal == "rollout" or _has_several_updates(recipe) or ":" in algorithm.loss:
+    has_several_updates = batch.updates_per_version * batch.passes > 1
+    if algorithm.proximal == "rollout" or has_several_updates or ":" in algorithm.loss:
         return
     # `token_clip` has the bounds in its weights; a weight of whole responses is GSPO's, whatever the ratio.
     is_clipped = algorithm.importance_sampling == "token_clip" and algorithm.loss == "clip"
@@ -61,9 +57,8 @@ def _without_ratio(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _without_weight(recipe: Recipe) -> Iterator[str]:
+def _without_weight(algorithm: AlgorithmSettings) -> Iterator[str]:
     """Settings of importance weights, and of the policy between, that change nothing."""
-    algorithm = recipe.algorithm
     weights = _changed(algorithm, "importance_sampling", "importance_sampling_cap")
     if algorithm.proximal == "rollout" and weights:
         yield f"{', '.join(weights)}: no effect with algorithm.proximal=rollout, whose weights are 1"

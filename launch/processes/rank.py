@@ -56,7 +56,7 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], dry_run: DryRun 
                 for warning in replace(dry_run, hosts=hosts).of(recipe):
                     print_message(f"warning: {warning}")
             return 0
-        if (step := finished_after(recipe)) is not None:
+        if (step := finished_after(recipe.run)) is not None:
             if is_first:
                 tell_finished(step)
             return 0
@@ -85,27 +85,23 @@ def prepare(recipe: Recipe) -> IO[bytes]:
     run_dir = Path(recipe.run.dir)
     lock = lock_run_folder(make_run_folder(run_dir))
     try:
-        check_run_folder(recipe)  # a run may have begun, and ended, since the first look
-        _make_ready(recipe, run_dir, [*warnings, *memory.warnings])
+        check_run_folder(recipe.run)  # a run may have begun, and ended, since the first look
+        for warning in (*warnings, *memory.warnings):
+            print_message(f"warning: {warning}")
+        for line in prepare_folder(recipe):
+            print_message(line)
+        if recipe.lora.rank and recipe.lora.path:
+            from ...trainer.policy.adapter_files import keep_start
+
+            keep_start(recipe.run.dir, recipe.lora)
+        save_recipe(recipe)
+        create_secret(run_dir)
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         write_planned(run_dir, memory.planned)
     except BaseException:
         lock.close()
         raise
     return lock
-
-
-def _make_ready(recipe: Recipe, run_dir: Path, warnings: Sequence[str]) -> None:
-    for warning in warnings:
-        print_message(f"warning: {warning}")
-    for line in prepare_folder(recipe):
-        print_message(line)
-    if recipe.lora.rank and recipe.lora.path:
-        from ...trainer.policy.adapter_files import keep_start
-
-        keep_start(recipe.run.dir, recipe.lora)
-    save_recipe(recipe)
-    create_secret(run_dir)
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def tell_finished(step: int) -> None:

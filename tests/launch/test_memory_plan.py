@@ -136,17 +136,17 @@ def test_a_host_without_the_memory_for_its_processes_and_a_checkpoint_is_a_warni
     plan = MemoryPlan(recipe, SMALL, places, Gpus(("0", "1"), 80))
     state = plan.needs["actor"].host["copy for a checkpoint"]
     assert state > 12 * 0.9 * plan.sizes.num_parameters, "weights and two moments of four bytes each"
-    (tight,) = plan.host_shortages(state)
+    (tight,) = plan.host_shortages(state, state)
     assert "host 0 has 5.9 GB of memory" in tight.text and "GB of them for the copy of a checkpoint" in tight.text
     assert not tight.is_certain and "set a smaller optimizer.micro_tokens" in tight.text
-    assert not plan.host_shortages(1e12)
+    assert not plan.host_shortages(1e12, 1e12)
     without = MemoryPlan(recipe, SMALL, places, Gpus((), 0))
-    (tight,) = without.host_shortages(16e9)
+    (tight,) = without.host_shortages(16e9, 16e9)
     need = float(tight.text.partition("processes need ")[2].split()[0])
     assert need > sum(each.host_bytes for each in without.needs.values()) / 1e9 + 8, (
         "without GPUs all of it is host memory"
     )
-    (short,) = without.host_shortages(6e9)
+    (short,) = without.host_shortages(6e9, 6e9)
     assert short.is_certain, "weights, gradients and moments alone are more"
 
 

@@ -44,13 +44,13 @@ def test_a_trajectory_is_prompt_and_response_but_with_an_environment_of_the_user
     """What tools answer counts in the response; what an environment adds to the prompt at its reset is not known."""
     own = recipe(["1 2 3"])
     longest = longest_prompt(own)
-    assert longest and longest.row_tokens(own, 4096) == longest.tokens + 32
-    assert longest.row_tokens(own, 20) == 20
+    assert longest and longest.row_tokens(own.environment, 32, 4096) == longest.tokens + 32
+    assert longest.row_tokens(own.environment, 32, 20) == 20
     with_tools, in_a_room = (
         recipe(["1 2 3"], f"environment.{w}") for w in ("tools=[tools.py:search]", "path=rooms.py:Room")
     )
-    assert longest.row_tokens(with_tools, 4096) == longest.tokens + 32
-    assert longest.row_tokens(in_a_room, 4096) == 4096
+    assert longest.row_tokens(with_tools.environment, 32, 4096) == longest.tokens + 32
+    assert longest.row_tokens(in_a_room.environment, 32, 4096) == 4096
 
 
 def test_short_prompts_need_a_small_cache_whatever_the_context_is(recipe):
