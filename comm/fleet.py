@@ -127,9 +127,9 @@ class Fleet(ABC):
                 lambda: found if len(found := self.alive_members(role, having)) >= count else None, interval_s=0.01
             )
 
-    def nearest(self, role: str, having: str = "", deadline_s: float | None = None) -> Member:
+    def nearest(self, role: str, having: str = "") -> Member:
         """A member that `alive_members` lists, on this host if there is one; this member's index chooses among several."""
-        found = self.wait_for(role, 1, self.settings.deadline_s if deadline_s is None else deadline_s, having)
+        found = self.wait_for(role, 1, self.settings.deadline_s, having)
         here = [m for m in found if m.host == self.me.host] or found
         return here[self.me.index % len(here)]
 

@@ -25,6 +25,7 @@ from ...comm.recipe import (
     Recipe,
     RewardSettings,
     RunSettings,
+    TrainerSettings,
 )
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.hub.model_check import JOINED
@@ -80,17 +81,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
 
 
 def check_settings(recipe: Recipe) -> list[str]:
-    """Check the settings against each other, without files; returns warnings."""
-    check_combinations(recipe)
-    check_replicas(recipe.roles, recipe.rollout.tp)
-    if recipe.is_emulated:
-        return []
-    _check_optimizer(recipe.optimizer, recipe.run.steps)
-    return check_algorithm(recipe)
-
-
-def check_combinations(recipe: Recipe) -> None:
-    """Refuse settings that exclude each other."""
+    """Refuse settings that exclude each other, without files; returns warnings."""
     exact = recipe.generator.exact
     tp = recipe.rollout.tp
     roles = recipe.roles
@@ -103,8 +94,8 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("rollout.tp: not with generator.exact, which runs on one rank only")
     if tp > 1 and recipe.rollout.engine != "builtin":
         raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
-    if exact and roles.actor > 1:
-        raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
+    check_replicas(roles, tp)
+    _check_trainer(recipe.trainer, roles.actor, exact=exact)
     _check_comm(recipe.comm)
     _check_schedule(recipe)
     if bool(queue.tasks) != bool(roles.task):
@@ -113,12 +104,15 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("batch.updates_per_version: more than batch.prompts_per_step; an update needs a group")
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
-    _check_trainer(recipe)
     _check_emulation(recipe)
     if recipe.environment.is_set and recipe.rollout.engine in ("emulated", "transformers"):
         raise SettingError(
             f"environment: rollout.engine={recipe.rollout.engine} cannot pause trajectories; take builtin"
         )
+    if recipe.is_emulated:
+        return []
+    _check_optimizer(recipe.optimizer, recipe.run.steps)
+    return check_algorithm(recipe)
 
 
 def _check_comm(comm: CommSettings) -> None:
@@ -149,17 +143,17 @@ def _check_schedule(recipe: Recipe) -> None:
         raise SettingError(f"queue.lead: {schedule} needs room for batch.prompts_per_step={prompts}, not {queue.lead}")
 
 
-def _check_trainer(recipe: Recipe) -> None:
-    trainer = recipe.trainer
-    actors = recipe.roles.actor
+def _check_trainer(trainer: TrainerSettings, actors: int, *, exact: bool) -> None:
+    if exact and actors > 1:
+        raise SettingError("generator.exact: not with several actor ranks; set roles.actor=1")
+    if exact and trainer.activation_checkpointing is True:
+        raise SettingError("trainer.activation_checkpointing: not with generator.exact, whose layers are not modules")
+    if exact and trainer.offload:
+        raise SettingError("trainer.offload: not with generator.exact, whose layers are not modules")
     if actors % (trainer.shard_ranks or actors):
         raise SettingError(
             f"trainer.shard_ranks: roles.actor={actors} is not a multiple of {trainer.shard_ranks} ranks a copy"
         )
-    if recipe.generator.exact and trainer.activation_checkpointing is True:
-        raise SettingError("trainer.activation_checkpointing: not with generator.exact, whose layers are not modules")
-    if recipe.generator.exact and trainer.offload:
-        raise SettingError("trainer.offload: not with generator.exact, whose layers are not modules")
 
 
 def _check_emulation(recipe: Recipe) -> None:

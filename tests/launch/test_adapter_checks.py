@@ -10,7 +10,7 @@ from support.policies import tiny_policy
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import LoraSettings
 from headrace.launch.config.adapter_checks import check_lora
-from headrace.launch.config.checks import check_combinations
+from headrace.launch.config.checks import check_settings
 from headrace.launch.config.load import read_recipe
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.trainer.policy.adapter_files import AdapterBase, keep_start, write_adapter
@@ -35,7 +35,7 @@ def test_what_an_adapter_cannot_do_is_refused(tmp_path: Path, words: list[str], 
 def test_emulated_devices_have_no_adapter():
     words = ["lora.rank=4", "trainer.engine=emulated", "rollout.engine=emulated"]
     with pytest.raises(SettingError, match=r"lora\.rank: emulated devices"):
-        check_combinations(read_recipe(None, words))
+        check_settings(read_recipe(None, words))
 
 
 def test_experts_without_an_adapter_and_settings_without_a_rank_are_warnings(tmp_path: Path):

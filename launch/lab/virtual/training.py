@@ -12,12 +12,10 @@ from ....comm.messages import RequestRows, TrainBatch
 from ....comm.recipe import Recipe
 from ....relay.queue.batch import TRAIN, Batch
 from ....relay.queue.micro_batches import rounds
+from ....relay.queue.stream import PLACES
 from ....relay.weights.slots import Receipt
 from ..settings import lab_of
 from .world import World
-
-PLACES = 2
-"""Answers of the hub that wait for the trainer, as in `relay/queue/stream.py`."""
 
 
 class VirtualStream:

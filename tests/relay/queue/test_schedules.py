@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName
-from headrace.launch.config.checks import check_combinations, check_recipe
+from headrace.launch.config.checks import check_recipe, check_settings
 from headrace.launch.config.load import SettingError, read_recipe
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply
@@ -162,7 +162,7 @@ def test_a_rollout_takes_weights_under_running_trajectories_beyond_an_age(words:
 @pytest.mark.parametrize("schedule", ["sync", "one_step", "partial"])
 def test_an_age_is_refused_with_a_schedule_that_has_its_own_rule_for_new_weights(schedule: str):
     with pytest.raises(SettingError, match=rf"rollout\.max_age: run\.schedule={schedule}"):
-        check_combinations(read_recipe(None, [f"run.schedule={schedule}", "rollout.max_age=4"]))
+        check_settings(read_recipe(None, [f"run.schedule={schedule}", "rollout.max_age=4"]))
 
 
 def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
@@ -175,6 +175,6 @@ def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
 def test_a_queue_without_room_for_the_batch_that_a_schedule_waits_for_is_refused(schedule: str):
     words = [f"run.schedule={schedule}", "batch.prompts_per_step=4"]
     with pytest.raises(SettingError, match=rf"queue\.lead: run\.schedule={schedule} needs room .*=4, not 3"):
-        check_combinations(read_recipe(None, [*words, "queue.lead=3"]))
-    check_combinations(read_recipe(None, [*words, "queue.lead=4"]))
-    check_combinations(read_recipe(None, ["run.schedule=stream", "batch.prompts_per_step=4", "queue.lead=3"]))
+        check_settings(read_recipe(None, [*words, "queue.lead=3"]))
+    check_settings(read_recipe(None, [*words, "queue.lead=4"]))
+    check_settings(read_recipe(None, ["run.schedule=stream", "batch.prompts_per_step=4", "queue.lead=3"]))
