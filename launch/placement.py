@@ -65,14 +65,15 @@ def place_joining(rollouts: int, relays: int, tp: int, first_replica: int, first
     return places + [Placement("relay", first_relay + number, JOINED_HOST, None) for number in range(relays)]
 
 
-def place_ranks(roles: RoleSettings, hosts: Sequence[int], tp: int = 1) -> list[Placement]:
-    """The placement of each rank, `[sum(hosts)]`, on hosts with so many ranks; raises `SettingError` if the counts do not fit.
+def place_ranks(roles: RoleSettings, hosts: Sequence[int] = (), tp: int = 1) -> list[Placement]:
+    """The placement of each rank, `[sum(hosts)]`, on hosts with so many ranks, by default on one; raises `SettingError` if the counts do not fit.
 
     Relays take the last ranks of the hosts: one per host first, and first those with the fewest ranks, which may be hosts
     without a GPU. The other ranks are actors, then rollouts, references and tasks, in rank order, so rank 0 is an actor.
     The first of the `tp` ranks of a replica is its `rollout`, the others are its `shard`s; all are on one host.
     """
     check_replicas(roles, tp)
+    hosts = hosts or [count_ranks(roles)]
     num_hosts = len(hosts)
     world_size = sum(hosts)
     wanted = count_ranks(roles, num_hosts)

@@ -14,7 +14,7 @@ from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
 from ..cores import cores_of, ignored_threads, slow_type, usable_cores
-from ..placement import Placement, count_ranks, place_ranks, staging_gpu, visible_devices
+from ..placement import Placement, place_ranks, staging_gpu, visible_devices
 from .gpus import Gpus
 from .load import recipe_yaml
 from .memory_plan import MemoryPlan, with_micro_tokens
@@ -60,7 +60,7 @@ class DryRun:
 
     def plan(self, recipe: Recipe) -> tuple[str, list[str]]:
         """Roles, batch arithmetic and memory estimate as text, and what a start is refused for. Raises SettingError."""
-        places = place_ranks(recipe.roles, self.hosts or [count_ranks(recipe.roles)], recipe.rollout.tp)
+        places = place_ranks(recipe.roles, self.hosts, recipe.rollout.tp)
         refused: list[str] = []
         try:
             longest = longest_prompt(recipe, self.unmade) if self.gpus is None else None
@@ -98,7 +98,7 @@ class HostCheck:
     @classmethod
     def of(cls, recipe: Recipe) -> "HostCheck":
         """Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit."""
-        places = place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp)
+        places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
         gpus = Gpus.of_this_host()
         cores = cores_of(recipe, [place.role for place in places], has_gpus=bool(gpus.names))
         warnings = [*ignored_threads(cores)]

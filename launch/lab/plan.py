@@ -24,7 +24,7 @@ from ..config.gpus import Gpus
 from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
 from ..config.memory_plan import MemoryPlan
 from ..config.model_files import read_config
-from ..placement import count_ranks, place_ranks
+from ..placement import place_ranks
 from .devices import Devices
 from .experiment import Experiment, exit_code
 from .figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
@@ -227,7 +227,7 @@ def most_micro_tokens(recipe: Recipe) -> int | None:
     gpus = Gpus.of_this_host()
     if not gpus.gb:
         return None
-    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp)
+    places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
     names = tuple(str(place.slot) for place in places if place.slot is not None)
     try:
         config = read_config(find_checkpoint(recipe.model.path))

@@ -12,7 +12,7 @@ from headrace.launch.config.dry_run import HostCheck
 from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.memory_plan import MemoryPlan
-from headrace.launch.placement import count_ranks, place_ranks
+from headrace.launch.placement import place_ranks
 from headrace.launch.run import main
 
 SMALL = {
@@ -114,7 +114,7 @@ def test_the_largest_micro_batch_is_the_last_doubling_that_the_memory_is_enough_
         "batch.prompts_per_step=512",
     ]
     recipe = read_recipe(None, [*words, "batch.samples_per_prompt=8", "trainer.activation_checkpointing=true"])
-    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)])
+    places = place_ranks(recipe.roles)
     names = tuple(str(place.slot) for place in places if place.slot is not None)
 
     def largest(gb: float, recipe: Recipe = recipe) -> int:
@@ -132,7 +132,7 @@ def test_the_largest_micro_batch_is_the_last_doubling_that_the_memory_is_enough_
 
 def test_a_host_without_the_memory_for_its_processes_and_a_checkpoint_is_a_warning(tmp_path):
     recipe = read_recipe(None, LONG)
-    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)])
+    places = place_ranks(recipe.roles)
     plan = MemoryPlan(recipe, SMALL, places, Gpus(("0", "1"), 80))
     state = plan.needs["actor"].host["copy for a checkpoint"]
     assert state > 12 * 0.9 * plan.sizes.num_parameters, "weights and two moments of four bytes each"

@@ -11,7 +11,7 @@ from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.memory_plan import MemoryPlan, with_micro_tokens
 from headrace.launch.config.prompt_lengths import longest_prompt
-from headrace.launch.placement import count_ranks, place_ranks
+from headrace.launch.placement import place_ranks
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def recipe(tmp_path):
 
 def plan_of(recipe, longest, **changes):
     config = json.loads((Path(recipe.model.path) / "config.json").read_text())
-    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)])
+    places = place_ranks(recipe.roles)
     return MemoryPlan(recipe, config | changes, places, Gpus(), longest)
 
 
