@@ -70,9 +70,11 @@ class DryRun:
             memory = [f"unknown: {error}"]
         else:
             warnings = plan.shortages()
-            on_host = plan.host_shortages(memory_bytes(), free_bytes()) if self.gpus is None else []
-            refused = warnings if self.gpus is not None else [each.text for each in on_host if each.is_certain]
-            warnings += [each.text for each in on_host if not each.is_certain]
+            if self.gpus is None:
+                refused, on_host = plan.host_shortages(memory_bytes(), free_bytes())
+                warnings += on_host
+            else:
+                refused = warnings
             memory = [*plan.lines(), *(f"warning: {shortage}" for shortage in warnings)]
         blocks = {
             "roles": _roles(recipe, places, self._present),
@@ -88,31 +90,26 @@ class DryRun:
         return Gpus.of_this_host() if self.gpus is None else self.gpus
 
 
-@dataclass(frozen=True, slots=True)
-class HostCheck:
-    """The findings of a start on this host alone: warnings about its memory and its threads, and the bytes that each process needs at most."""
+def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
+    """What a start finds on this host alone: warnings about its threads and its memory, and the bytes that each process needs at most.
 
-    warnings: list[str]
-    planned: dict[str, float]
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> "HostCheck":
-        """Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit."""
-        places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
-        gpus = Gpus.of_this_host()
-        cores = cores_of(recipe, [place.role for place in places], has_gpus=bool(gpus.names))
-        warnings = [*ignored_threads(cores)]
-        if not gpus.names and not recipe.is_emulated:
-            warnings += slow_type(recipe.model.dtype)
-        try:
-            config = read_config(find_checkpoint(recipe.model.path))
-            plan = MemoryPlan(recipe, config, places, gpus, longest_prompt(recipe))
-        except SettingError:
-            return cls(warnings, {})
-        found = plan.host_shortages(memory_bytes(), free_bytes())
-        if certain := [shortage.text for shortage in found if shortage.is_certain]:
-            raise SettingError("; ".join(certain))
-        return cls([*warnings, *(shortage.text for shortage in found)], plan.of_processes())
+    Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit.
+    """
+    places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
+    gpus = Gpus.of_this_host()
+    cores = cores_of(recipe, [place.role for place in places], has_gpus=bool(gpus.names))
+    warnings = [*ignored_threads(cores)]
+    if not gpus.names and not recipe.is_emulated:
+        warnings += slow_type(recipe.model.dtype)
+    try:
+        config = read_config(find_checkpoint(recipe.model.path))
+        plan = MemoryPlan(recipe, config, places, gpus, longest_prompt(recipe))
+    except SettingError:
+        return warnings, {}
+    refused, on_host = plan.host_shortages(memory_bytes(), free_bytes())
+    if refused:
+        raise SettingError("; ".join(refused))
+    return [*warnings, *on_host], plan.of_processes()
 
 
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:

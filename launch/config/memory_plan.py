@@ -6,7 +6,7 @@ files of the libraries once for each host.
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import structs
 
@@ -63,13 +63,6 @@ def with_micro_tokens(recipe: Recipe, gpus: Gpus) -> Recipe:
     if recipe.optimizer.micro_tokens is not None or recipe.is_emulated or gpus.names:
         return recipe
     return structs.replace(recipe, optimizer=structs.replace(recipe.optimizer, micro_tokens=_HOST_MICRO_TOKENS))
-
-
-class HostShortage(NamedTuple):
-    """Why the processes do not fit into a host; `is_certain` if what they hold all the time is too much already."""
-
-    text: str
-    is_certain: bool
 
 
 class MemoryPlan:
@@ -197,12 +190,12 @@ class MemoryPlan:
             )
         return found
 
-    def host_shortages(self, host_bytes: float, free_bytes: float) -> list[HostShortage]:
-        """The reason for each host whose processes do not fit into this memory, or into the part that other programs leave of it now.
-
-        Emulated devices need none.
+    def host_shortages(self, host_bytes: float, free_bytes: float) -> tuple[list[str], list[str]]:
+        """A sentence for each host that has too little memory for what its processes hold all the time, whatever the data are; and for each
+        whose processes may need more than it has, or than other programs leave of it now. Emulated devices need none.
         """
-        found: list[HostShortage] = []
+        refused: list[str] = []
+        warnings: list[str] = []
         for host in [] if self._recipe.is_emulated else self._hosts():
             here = [place for place in self._places if place.host == host]
             need = self._bytes_on(host)
@@ -214,13 +207,13 @@ class MemoryPlan:
             has = f"host {host} has {host_bytes / _GB:.1f} GB of memory, {free_bytes / _GB:.1f} GB of it free now"
             if least > host_bytes:
                 needs = f"the weights and states of its processes alone need {least / _GB:.1f} GB ({each})"
-                found.append(HostShortage(f"{has}, and {needs}: {change}", is_certain=True))
+                refused.append(f"{has}, and {needs}: {change}")
             elif need > min(host_bytes, free_bytes):
                 needs = f"its processes need {need / _GB:.1f} GB (an estimate; {each})"
                 needs += f", {copies / _GB:.1f} GB of them for the copy of a checkpoint"
                 end = "end other programs, or " if need <= host_bytes else ""
-                found.append(HostShortage(f"{has}, and {needs}: {end}{change}", is_certain=False))
-        return found
+                warnings.append(f"{has}, and {needs}: {end}{change}")
+        return refused, warnings
 
     def of_processes(self) -> dict[str, float]:
         """The bytes of each role's process in its host's memory, by its name."""

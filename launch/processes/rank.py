@@ -15,7 +15,7 @@ from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
-from ..config.dry_run import DryRun, HostCheck
+from ..config.dry_run import DryRun, check_host
 from ..config.gpus import Gpus
 from ..config.load import read_recipe, save_recipe
 from ..config.memory_plan import with_micro_tokens
@@ -81,12 +81,12 @@ def prepare(recipe: Recipe) -> IO[bytes]:
 
     recipe = with_micro_tokens(recipe, Gpus.of_this_host())
     warnings = check_recipe(recipe)
-    memory = HostCheck.of(recipe)
+    on_host, planned = check_host(recipe)
     run_dir = Path(recipe.run.dir)
     lock = lock_run_folder(make_run_folder(run_dir))
     try:
         check_run_folder(recipe.run)  # a run may have begun, and ended, since the first look
-        for warning in (*warnings, *memory.warnings):
+        for warning in (*warnings, *on_host):
             print_message(f"warning: {warning}")
         for line in prepare_folder(recipe):
             print_message(line)
@@ -97,7 +97,7 @@ def prepare(recipe: Recipe) -> IO[bytes]:
         save_recipe(recipe)
         create_secret(run_dir)
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-        write_planned(run_dir, memory.planned)
+        write_planned(run_dir, planned)
     except BaseException:
         lock.close()
         raise
