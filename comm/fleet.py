@@ -127,9 +127,9 @@ class Fleet(ABC):
                 lambda: found if len(found := self.alive_members(role, having)) >= count else None, interval_s=0.01
             )
 
-    def nearest(self, role: str, having: str = "", deadline_s: float | None = None) -> Member:
+    def nearest(self, role: str, having: str = "") -> Member:
         """A member from `alive_members`, on this host if there is one. Members spread over several by their own index."""
-        found = self.wait_for(role, 1, self.settings.deadline_s if deadline_s is None else deadline_s, having)
+        found = self.wait_for(role, 1, self.settings.deadline_s, having)
         here = [m for m in found if m.host == self.me.host] or found
         return here[self.me.index % len(here)]
 

@@ -82,7 +82,7 @@ class Cores:
 
 def cores_of(recipe: Recipe, roles: Sequence[str], *, has_gpus: bool) -> Cores:
     """The cores of this host, whose ranks have these roles."""
-    schedule = schedule_of(recipe)
+    schedule = schedule_of(recipe.run, recipe.rollout)
     trainer = recipe.trainer.threads
     rollout = recipe.rollout.threads
     staleness = recipe.queue.max_staleness if schedule.staleness is None else schedule.staleness
@@ -90,7 +90,7 @@ def cores_of(recipe: Recipe, roles: Sequence[str], *, has_gpus: bool) -> Cores:
         usable_cores(),
         {role: roles.count(role) for role in _THREADED if role in roles},
         takes_turns=staleness == 0,
-        is_small="emulated" in (recipe.trainer.engine, recipe.rollout.engine) or is_small(recipe.model.path),
+        is_small=recipe.is_emulated or is_small(recipe.model.path),
         has_gpus=has_gpus,
         updates_on_host=recipe.trainer.offload,
         asked={"actor": trainer, "reference": trainer, "rollout": rollout, "shard": rollout},

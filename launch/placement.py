@@ -11,7 +11,7 @@ from msgspec import structs
 from msgspec.structs import astuple
 
 from ..comm.errors import SettingError
-from ..comm.recipe import Recipe, RoleSettings
+from ..comm.recipe import Recipe, RoleSettings, RunSettings, TrainerSettings
 from .hosts import JOINED_HOST
 
 RESTARTABLE = frozenset({"actor", "hub", "relay", "rollout", "shard", "reference", "task"})
@@ -22,10 +22,10 @@ relay, or are generated again.
 """
 
 
-def is_restartable(role: str, recipe: Recipe) -> bool:
+def is_restartable(role: str, run: RunSettings, trainer: TrainerSettings) -> bool:
     """Whether a process of a role is started again. The project's own trainer continues from its checkpoint and saved rows."""
-    is_own = ":" not in recipe.trainer.engine
-    return role in RESTARTABLE and (role != "actor" or (is_own and recipe.run.save_rows != "none"))
+    is_own = ":" not in trainer.engine
+    return role in RESTARTABLE and (role != "actor" or (is_own and run.save_rows != "none"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,15 @@ def place_joining(rollouts: int, relays: int, tp: int, first_replica: int, first
     return places + [Placement("relay", first_relay + number, JOINED_HOST, None) for number in range(relays)]
 
 
-def place_ranks(roles: RoleSettings, hosts: Sequence[int], tp: int = 1) -> list[Placement]:
-    """The placement of each rank, `[sum(hosts)]`, on hosts with so many ranks; raises `SettingError` if the counts do not fit.
+def place_ranks(roles: RoleSettings, hosts: Sequence[int] = (), tp: int = 1) -> list[Placement]:
+    """The placement of each rank, `[sum(hosts)]`, on hosts with so many ranks, by default on one; raises `SettingError` if the counts do not fit.
 
     Relays take the last ranks of the hosts: one per host first, and first those with the fewest ranks, which may be hosts
     without a GPU. The other ranks are actors, then rollouts, references and tasks, in rank order, so rank 0 is an actor.
     The first of the `tp` ranks of a replica is its `rollout`, the others are its `shard`s; all are on one host.
     """
     check_replicas(roles, tp)
+    hosts = hosts or [count_ranks(roles)]
     num_hosts = len(hosts)
     world_size = sum(hosts)
     wanted = count_ranks(roles, num_hosts)
@@ -165,13 +166,13 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
         )
 
 
-def staging_gpu(recipe: Recipe, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> str:
+def staging_gpu(link: str, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> str:
     """The GPU of a host's relays with comm.link=nccl: the first that no actor or rollout uses, since NCCL refuses both ends of a link on one.
 
     Empty for another link or a host without relays. Raises `SettingError` if there is no such GPU.
     """
     here = [place for place in placements if place.host == host]
-    if recipe.comm.link != "nccl" or all(place.role != "relay" for place in here):
+    if link != "nccl" or all(place.role != "relay" for place in here):
         return ""
     taken = {visible_devices(place, gpus) for place in here if place.slot is not None}
     free = [gpu for gpu in gpus if gpu not in taken]

@@ -112,11 +112,12 @@ def _run_smollm2(words: Sequence[str], recipe: Recipe, *, is_dry_run: bool) -> i
         if "model.path" in parts:
             smollm2.fetch()
         if "data.path" in parts:
-            addition.write_data(smollm2_task.data_folder(recipe), recipe.run.seed)
+            addition.write_data(smollm2_task.data_folder(recipe.run.seed), recipe.run.seed)
     further += [f"{name}={value}" for name, value in parts.items()]
     code = _run(words, further)
     if code == 0 and not is_dry_run and recipe.run.mode == "train":
-        smollm2_task.show_progress(read_recipe(str(words[0]), [*words[1:], *further]))
+        recipe = read_recipe(str(words[0]), [*words[1:], *further])
+        smollm2_task.show_progress(Path(recipe.run.dir), recipe.eval)
     return code
 
 

@@ -6,13 +6,13 @@ steps after it again from `rows/`, like a trainer that starts again after its de
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from ..comm.errors import SettingError
-from ..comm.recipe import Recipe
+from ..comm.recipe import Recipe, RunSettings
 from ..relay.checkpoints import CheckpointFolder
 from ..relay.journal.evaluations import EVALUATIONS_FILE
 from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after, steps_in
@@ -38,13 +38,13 @@ class ResumePoint(NamedTuple):
     """For the console: the way in which the run continues, and the reasons."""
 
 
-def finished_after(recipe: Recipe) -> int | None:
+def finished_after(settings: RunSettings) -> int | None:
     """The number of steps of a run that is resumed and has nothing left to do; None if there is something."""
-    if recipe.run.resume != "auto" or recipe.run.mode != "train":
+    if settings.resume != "auto" or settings.mode != "train":
         return None
-    summary = read_summary(Path(recipe.run.dir)) or {}
+    summary = read_summary(Path(settings.dir)) or {}
     steps = summary.get("steps", 0)
-    return steps if summary.get("status") == "finished" and steps >= recipe.run.steps else None
+    return steps if summary.get("status") == "finished" and steps >= settings.steps else None
 
 
 def prepare_folder(recipe: Recipe) -> list[str]:
@@ -89,14 +89,15 @@ def choose_point(recipe: Recipe) -> ResumePoint:
         raise SettingError(
             f"run.steps={recipe.run.steps}: the run in {run_dir} has trained {known.num_trained} steps; raise run.steps to continue"
         )
-    step, problem = _last_rebuilt(recipe, checkpoint, known.num_trained)
+    changed = _changed(recipe)
+    step, problem = _last_rebuilt(recipe, checkpoint, known.num_trained, changed)
     if problem and checkpoint is None:
         reasons = "; ".join(problems) or "the run has none"
         raise SettingError(
             f"run.resume: the {known.num_trained} steps of the run in {run_dir} cannot be rebuilt. No checkpoint can be used:"
             f" {reasons}. Nor can all steps be trained again: {problem}. {_WAYS_OUT}"
         )
-    return ResumePoint(step, checkpoint, [*_told(recipe, step, checkpoint, known, problems, problem)])
+    return ResumePoint(step, checkpoint, [*_told(folder, step, checkpoint, known, problems, problem, changed)])
 
 
 _WAYS_OUT = "Set run.resume=restart to start at step 1 and keep these files under other names, or set another run.dir"
@@ -117,16 +118,15 @@ def _newest_checkpoint(folder: CheckpointFolder, found: set[int], known: KnownSt
     return None, problems
 
 
-def _last_rebuilt(recipe: Recipe, checkpoint: int | None, num_trained: int) -> tuple[int, str]:
+def _last_rebuilt(recipe: Recipe, checkpoint: int | None, num_trained: int, changed: Sequence[str]) -> tuple[int, str]:
     """The number of steps that can be rebuilt from a checkpoint, or from the initial weights, and why not more."""
     first = checkpoint or 0
     if first == num_trained:
         return first, ""
     if ":" in recipe.trainer.engine:
         return first, f"trainer.engine={recipe.trainer.engine} trains no step again"
-    changed = [name for name in _changed(recipe) if checkpoint is None and name in _START]
-    if changed:
-        return first, f"{', '.join(changed)} had another value in the previous run"
+    if start := [name for name in changed if checkpoint is None and name in _START]:
+        return first, f"{', '.join(start)} had another value in the previous run"
     from ..trainer.step_log import rows_problem  # with numpy, which a line of help does not need
 
     for step in range(first, num_trained):
@@ -136,22 +136,28 @@ def _last_rebuilt(recipe: Recipe, checkpoint: int | None, num_trained: int) -> t
 
 
 def _told(
-    recipe: Recipe, step: int, checkpoint: int | None, known: KnownSteps, problems: Iterable[str], problem: str
+    folder: CheckpointFolder,
+    step: int,
+    checkpoint: int | None,
+    known: KnownSteps,
+    problems: Iterable[str],
+    problem: str,
+    changed: Sequence[str],
 ) -> Iterator[str]:
     """The lines of a run that continues."""
     for reason in problems:
         yield f"run.resume=auto: {reason}; it is skipped"
     first = (checkpoint or 0) + 1
     last = known.num_trained
-    path = CheckpointFolder(Path(recipe.run.dir)).path(checkpoint or 0)
+    path = folder.path(checkpoint or 0)
     start = "; it has no checkpoint that can be used" if checkpoint is None else f", from {path}"
     again = f"; {_steps(first, step)} trained again from {ROWS}/" if step >= first else ""
     yield f"run.resume=auto: the run continues after step {step}{start}{again}"
     if step < last:
         yield f"run.resume=auto: {_steps(step + 1, last)} given up, since {problem}; their files are kept under other names"
-    changed = [name for name in _changed(recipe) if not name.startswith("model.path")]
-    if again and changed:
-        yield f"warning: steps are trained again with other settings than in the previous run: {', '.join(changed)}"
+    others = [name for name in changed if not name.startswith("model.path")]
+    if again and others:
+        yield f"warning: steps are trained again with other settings than in the previous run: {', '.join(others)}"
 
 
 def _steps(first: int, last: int) -> str:

@@ -125,18 +125,17 @@ def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int
         return join_run(arguments.join, arguments.recipe, list(arguments.overrides))
     recipe = _read_here(arguments)
     if dry_run is not None:
-        return _show_plan(dry_run, recipe, arguments.hosts)
+        hosts = arguments.hosts
+        ranks = hosts.ranks(recipe.roles) if hosts.nnodes > 1 else ()
+        for warning in replace(dry_run, hosts=ranks).of(with_relays(recipe, hosts.nnodes)):
+            print_message(f"warning: {warning}")
+        return 0
     if recipe.run.mode == "replay":
-        return _replay(recipe)
+        with sleeping_threads():
+            from ..trainer.replay import replay_steps
+
+            return 1 if replay_steps(recipe) else 0
     return _launch(recipe, arguments)
-
-
-def _show_plan(dry_run: DryRun, recipe: Recipe, hosts: Hosts) -> int:
-    """Print the plan of a run on these hosts, and its warnings."""
-    ranks = hosts.ranks(recipe) if hosts.nnodes > 1 else ()
-    for warning in replace(dry_run, hosts=ranks).of(with_relays(recipe, hosts.nnodes)):
-        print_message(f"warning: {warning}")
-    return 0
 
 
 def _help(*, is_rank: bool, is_asked: bool) -> int:
@@ -165,23 +164,15 @@ def _read_here(arguments: Arguments) -> Recipe:
     return read_recipe(None, arguments.overrides)
 
 
-def _replay(recipe: Recipe) -> int:
-    """Replay in this process; 1 if a step differs."""
-    with sleeping_threads():
-        from ..trainer.replay import replay_steps
-
-        return 1 if replay_steps(recipe) else 0
-
-
 def _launch(recipe: Recipe, arguments: Arguments) -> int:
     """Start torchrun for this host. With several hosts the first rank prepares the run, since its host may be another."""
     hosts = arguments.hosts
-    if (step := finished_after(recipe)) is not None:
+    if (step := finished_after(recipe.run)) is not None:
         tell_finished(step)
         return 0
     if hosts.nnodes > 1:
         if arguments.recipe is None or Path(arguments.recipe).exists():
-            place_ranks(recipe.roles, hosts.ranks(recipe), recipe.rollout.tp)
+            place_ranks(recipe.roles, hosts.ranks(recipe.roles), recipe.rollout.tp)
         torchrun = Torchrun(recipe, hosts, [*filter(None, [arguments.recipe]), *arguments.overrides])
         code = torchrun.run()
     else:

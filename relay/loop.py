@@ -48,17 +48,17 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     unit = fleet.host_rows()
     weights = WeightServer(fleet, segment, recipe.comm).start()
     fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.comm))
-    serve_rows(fleet, recipe, mailbox, unit)
+    serve_rows(fleet, Path(recipe.run.dir), mailbox, unit)
     weights.close()
     segment.close()
     unit.close()
     mailbox.close()
 
 
-def serve_rows(fleet: Fleet, recipe: Recipe, mailbox: Mailbox, unit: Unit) -> None:
+def serve_rows(fleet: Fleet, run_dir: Path, mailbox: Mailbox, unit: Unit) -> None:
     """Carry out the hub's orders for the rows of a unit, until its `Stop`. Raises `PeerGone` if this process counts as dead."""
     storage = ReplicatedRows(fleet)
-    keeper = QueueKeeper(Path(recipe.run.dir), storage, lambda answer: mailbox.send("hub", answer)).start()
+    keeper = QueueKeeper(run_dir, storage, lambda answer: mailbox.send("hub", answer)).start()
     started = threads.seconds()
     reported = 0.0
     while True:

@@ -23,6 +23,7 @@ from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
+from ..relay.queue.schedules import schedule_of
 from ..relay.weights.slots import VersionNotAvailable
 from .engine.sampling import SamplingParams
 from .engine.sequence import Completion
@@ -68,7 +69,9 @@ class Rollout:
         self._params = SamplingParams(**asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)
         self._evaluation_params = replace(self._params, temperature=recipe.eval.temperature)
         self._mailbox = fleet.open_mailbox(fleet.name)
-        self._pacing = RolloutPacing.from_recipe(recipe)
+        self._pacing = RolloutPacing.of(
+            schedule_of(recipe.run, recipe.rollout), recipe.batch.prompts_per_step, recipe.num_replicas
+        )
         self._clock = clock or REAL_TIME
         streams = generator.can_stream and recipe.rollout.stream_tokens > 0
         settings = (recipe.batch.samples_per_prompt, self._pacing)
@@ -334,4 +337,5 @@ class Rollout:
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The rollout's process."""
     generator = open_generator(fleet, recipe)
-    Rollout(fleet, recipe, generator, open_rewards(recipe)).run()
+    rewards = open_rewards(recipe.reward, recipe.run.steps, recipe.rollout.engine)
+    Rollout(fleet, recipe, generator, rewards).run()

@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ..comm.recipe import Recipe
-from ..relay.queue.schedules import Schedule, schedule_of
+from ..relay.queue.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +26,6 @@ class RolloutPacing:
         repacks = rules.repacks and num_rollouts > 1
         num_sharing = 0 if never_drains or rules.takes_share_at_once else num_rollouts
         return RolloutPacing(rules, share, num_sharing, repacks)
-
-    @staticmethod
-    def from_recipe(recipe: Recipe) -> "RolloutPacing":
-        """The rules of a recipe's rollouts."""
-        return RolloutPacing.of(schedule_of(recipe), recipe.batch.prompts_per_step, recipe.num_replicas)
 
     def share_of(self, window: int) -> float:
         """Groups that it takes before it drains, where all rollouts together have `window` groups under way.

@@ -15,6 +15,7 @@ from ..comm.messages import LeaseGrant, Stop, WeightsPulled
 from ..comm.recipe import Recipe
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
+from ..relay.queue.schedules import schedule_of
 from ..relay.queue.stream import RunStopped
 from ..relay.weights.layout import Layout
 from ..relay.weights.pinned import host_buffer
@@ -37,9 +38,9 @@ class GeneratorService:
         self._fleet = fleet
         self._deadline_s = recipe.comm.deadline_s
         self._mailbox = fleet.open_mailbox(fleet.name)
-        self._leases = HeldLeases(
-            self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, RolloutPacing.from_recipe(recipe)
-        )
+        schedule = schedule_of(recipe.run, recipe.rollout)
+        pacing = RolloutPacing.of(schedule, recipe.batch.prompts_per_step, recipe.num_replicas)
+        self._leases = HeldLeases(self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, pacing)
         self._storage = ReplicatedRows(fleet)
         self._row_writer = RowWriter(self._mailbox, self._storage, self._deadline_s)
         policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)

@@ -108,34 +108,29 @@ class ActorGroup:
         """Whether this is rank 0, which talks to the hub and writes the run folder."""
         return self.rank == 0
 
-    def adapter_base(self, recipe: Recipe) -> AdapterBase:
-        """The base weights under the adapter, which are about to be loaded; rank 0 checks and names them."""
-        path = recipe.model.path
-        return AdapterBase.read(path) if self.is_lead and recipe.lora.rank else AdapterBase(path)
-
     def load(self, recipe: Recipe, adapter_base: AdapterBase) -> "Policy":
         """The policy of `model.path` for training: with its adapter, sharded, its activations checkpointed if need be."""
         from .policy.model import load_policy  # with transformers, which emulated devices do not need
 
-        path = recipe.model.path
+        def prepare(policy: "Policy") -> None:
+            """Give a policy without weights its adapter, if `lora` asks for one, and shard it."""
+            lora = recipe.lora
+            if lora.rank:
+                # The weights below are rounded as those of the rollouts.
+                base = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
+                start = None
+                if lora.path:
+                    shapes = adapter_shapes(target_layers(policy.model, lora.targets), lora.rank)
+                    start = start_adapter(shapes, lora, start_folder(recipe.run.dir, lora), adapter_base)
+                add_adapter(policy.model, lora, recipe.run.seed, base, start)
+            self.shard(policy)
+
         device = self.device
-        policy = load_policy(path, "float32", device, shard=lambda policy: self._prepare(policy, recipe, adapter_base))
+        policy = load_policy(recipe.model.path, "float32", device, shard=prepare)
         num_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
         if wants_checkpointing(PolicySizes.of(policy.config.to_dict()), recipe, num_bytes):
             policy.checkpoint_activations()
         return policy
-
-    def _prepare(self, policy: "Policy", recipe: Recipe, adapter_base: AdapterBase) -> None:
-        """Give a policy without weights its adapter, if `lora` asks for one, and shard it."""
-        if recipe.lora.rank:
-            # The weights below are rounded as those of the rollouts.
-            base = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
-            start = None
-            if recipe.lora.path:
-                shapes = adapter_shapes(target_layers(policy.model, recipe.lora.targets), recipe.lora.rank)
-                start = start_adapter(shapes, recipe.lora, start_folder(recipe), adapter_base)
-            add_adapter(policy.model, recipe.lora, recipe.run.seed, base, start)
-        self.shard(policy)
 
     def shard(self, policy: "Policy") -> None:
         """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device."""

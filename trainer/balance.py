@@ -120,9 +120,9 @@ def layout_of(recipe: Recipe) -> Layout | None:
 
     That is with emulated devices, where roles take turns, and on several hosts without GPUs.
     """
-    schedule = schedule_of(recipe)
+    schedule = schedule_of(recipe.run, recipe.rollout)
     staleness = recipe.queue.max_staleness if schedule.staleness is None else schedule.staleness
-    if "emulated" in (recipe.trainer.engine, recipe.rollout.engine) or staleness == 0:
+    if recipe.is_emulated or staleness == 0:
         return None
     counts = (recipe.roles.actor, recipe.roles.rollout, recipe.rollout.tp)
     if torch.cuda.is_available():

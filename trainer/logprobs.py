@@ -18,19 +18,19 @@ NEEDED = ("prompt_ids", "response_ids")
 """The columns that `response_logprobs` reads."""
 
 
-def packed_hidden(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> Tensor:
-    """Hidden states [R, hidden] that predict the response tokens."""
+def packed_hidden(policy: "Policy", batch: PackedBatch, dtype: str) -> Tensor:
+    """Hidden states [R, hidden] that predict the response tokens; `dtype` is `model.dtype`."""
     # Autocast's cache would keep a half-precision copy of all weights until the end of the forward pass.
     device = batch.token_ids.device.type
-    is_half = recipe.model.dtype == "bfloat16"
-    with torch.autocast(device, torch.bfloat16, enabled=is_half and policy.exact is None, cache_enabled=False):
+    is_half = dtype == "bfloat16" and policy.exact is None
+    with torch.autocast(device, torch.bfloat16, enabled=is_half, cache_enabled=False):
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
     return hidden[batch.predictors]
 
 
 def packed_logprobs(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
-    hidden = packed_hidden(policy, batch, recipe)
+    hidden = packed_hidden(policy, batch, recipe.model.dtype)
     half = torch.bfloat16 if recipe.model.dtype == "bfloat16" else None
     return policy.token_logprobs(hidden, batch.targets, recipe.sampling.temperature or 1.0, half)
 

@@ -1,4 +1,4 @@
-"""How much memory a rank of the trainer needs: arithmetic on `config.json` and the recipe. Imports no torch.
+"""How much memory a rank of the trainer or a rollout needs: arithmetic on `config.json` and the recipe. Imports no torch.
 
 Counted are the peak of a micro-batch after the first one of a step, and of the update; all figures are in bytes. A tensor that
 autograd keeps counts once, however many operations share it. Tests hold the sum to the memory of a small policy that trains.
@@ -6,126 +6,38 @@ autograd keeps counts once, however many operations share it. Tests hold the sum
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..comm.errors import SettingError
 from ..comm.recipe import LoraSettings, Recipe
 from .policy.families import FAMILIES, Family
 
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number, by `model.dtype`."""
 CHUNK_BYTES = 512 << 20
-"""One chunk of logits on a GPU (`policy.lm_head`)."""
-HOST_CHUNK_BYTES = 4 << 20
+"""One chunk of logits on a GPU (`policy.head`)."""
+_HOST_CHUNK_BYTES = 4 << 20
 """One chunk of logits on a host without a GPU."""
 PROCESS = "process"
 """The part of host memory that a process takes before it holds anything: Python, torch, and in trainer and rollout transformers."""
-TORCH_BYTES = 0.155e9
-"""Private memory of a process that has imported the CPU build of torch; the pages of library files are shared."""
 TRANSFORMERS_BYTES = 0.265e9
-"""The same for a process that has imported transformers too."""
-_HOLES = 0.4
-"""Extra memory of the C library's heap after about thirty steps, as a share of what is allocated and freed; measured without a GPU."""
-_PAGE_TOKENS = 64
-"""Tokens of a page of the cache on a host without a GPU."""
-_KEPT_BYTES = 1 << 30
-"""The most that the cache keeps there for prompts that come again (`rollout.engine.memory`)."""
-CONTEXT_BYTES = 1 << 30
-"""CUDA's context, its libraries' workspaces and what the allocator loses to fragmentation."""
+"""Private memory of a process that has imported transformers and the CPU build of torch; the pages of library files are shared."""
 CHECKPOINT_PARTS = ("copy for a checkpoint", "policy for its export")
 """The parts of host memory that a checkpoint needs while it is written; the second part on rank 0 alone."""
-CHECKPOINTING_FROM = 0.5
+PAGE_TOKENS = 64
+"""Tokens of a page of the cache on a host without a GPU."""
+_HOLES = 0.4
+"""Of what comes and goes, the share that the C library's heap takes in addition after some thirty steps; measured, without a GPU."""
+_KEPT_BYTES = 1 << 30
+"""The most that the cache keeps there for prompts that come again (`rollout.engine.memory`)."""
+_CHECKPOINTING_FROM = 0.5
 """`trainer.activation_checkpointing=auto` checkpoints where the rest needs more than this share of a GPU."""
 _MOMENTS = {"adamw": 8, "adamw8bit": 2}
-_VERSIONS_IN_RELAY = 3
 _LOGITS = 12
 """Matrices of logits of all running trajectories while tokens are drawn, the largest number at a time."""
-_ROW_BYTES = 32
-"""Bytes of a token in a relay: ids, log-probabilities, versions, masks, and copies of them in transfer."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicySizes:
-    """The widths of a policy, in elements; `query`, `key_value` and `mlp` are of one token in one layer."""
-
-    num_layers: int
-    layer_parameters: int
-    other_parameters: int
-    """Embedding, LM head and last norm, a tied matrix once."""
-    hidden: int
-    query: int
-    key_value: int
-    """Keys and values together."""
-    mlp: int
-    """In a mixture of experts, the width of the experts that a token passes."""
-    routed: int
-    """Copies of a token for the experts that it passes; 0 without experts."""
-    norms: int
-    """Elements per token that the norms of one layer normalise."""
-    vocab: int
-    linear: Mapping[str, tuple[int, int]]
-    """Inputs and outputs of one layer's linear modules, by their names; experts are not among them."""
-
-    @property
-    def num_parameters(self) -> int:
-        return self.num_layers * self.layer_parameters + self.other_parameters
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "PolicySizes":
-        """The sizes in the `config.json` of a decoder-only model with gated MLPs; raises SettingError if one is missing."""
-        try:
-            return cls._of(config)
-        except KeyError as error:
-            raise SettingError(f"model.path: config.json has no {error.args[0]}") from None
-
-    @classmethod
-    def _of(cls, config: Mapping[str, Any]) -> "PolicySizes":
-        family = FAMILIES.get(config["model_type"], Family())
-        hidden = int(config["hidden_size"])
-        layers = int(config["num_hidden_layers"])
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        query = heads * head_dim
-        key_value = 2 * (config.get("num_key_value_heads") or heads) * head_dim
-        experts = config.get("num_local_experts") or config.get("num_experts") or 1
-        passed = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
-        width = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
-        shared = (config.get("shared_expert_intermediate_size") or 0) if experts > 1 else 0
-        matrices = hidden * (2 * query + key_value) + 3 * hidden * (experts * width + shared)
-        biases = query + key_value if family.has_biases or config.get("attention_bias") else 0
-        norms = hidden * family.num_norms
-        is_tied = config.get("tie_word_embeddings", family.is_tied)
-        return cls(
-            num_layers=layers,
-            layer_parameters=matrices + biases + norms + (hidden * experts if experts > 1 else 0),
-            other_parameters=config["vocab_size"] * hidden * (1 if is_tied else 2) + hidden,
-            hidden=hidden,
-            query=query,
-            key_value=key_value,
-            mlp=passed * width + shared,
-            routed=3 * passed * hidden if experts > 1 else 0,
-            norms=norms + (query + key_value // 2 if family.has_head_norms else 0),
-            vocab=config["vocab_size"],
-            linear=_linear(family, hidden, query, key_value // 2, shared if experts > 1 else width),
-        )
-
-    def adapted(self, lora: LoraSettings) -> dict[str, tuple[int, int]]:
-        """The entries of `linear` that have an adapter."""
-        wanted = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
-        names = {target.rpartition(".")[2] for target in wanted}
-        return {name: shape for name, shape in self.linear.items() if lora.targets == "all-linear" or name in names}
-
-    def adapter_parameters(self, lora: LoraSettings) -> int:
-        """Parameters of the adapter of all layers; 0 without one."""
-        return self.num_layers * sum(lora.rank * (wide + high) for wide, high in self.adapted(lora).values())
-
-    def version_bytes(self, recipe: Recipe) -> int:
-        """Bytes of one version of the weights: of the adapter alone, if there is one, in fp32."""
-        if recipe.lora.rank:
-            return 4 * self.adapter_parameters(recipe.lora)
-        return self.num_parameters * _size(recipe)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """The memory of one process, by what it is for."""
 
     device: Mapping[str, float]
@@ -141,25 +53,105 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLength:
-    """Tokens of the longest prompt that was found, in `num_prompts` of them."""
+class PolicySizes:
+    """The widths of a policy, in elements; from `query` to `norms` they are of one token in one layer."""
 
-    tokens: int
-    num_prompts: int
+    num_layers: int
+    layer_parameters: int
+    other_parameters: int
+    """Embedding, LM head and last norm, a tied matrix once."""
+    vocab: int
+    hidden: int
+    query: int
+    key_value: int
+    """Keys and values together."""
+    mlp: int
+    """Of a mixture of experts, those that a token passes."""
+    routed: int
+    """Copies of a token for the experts that it passes; 0 without experts."""
+    norms: int
+    """Elements that the norms normalise."""
+    linear: Mapping[str, tuple[int, int]]
+    """Inputs and outputs of one layer's linear modules, by their names; experts are not among them."""
 
-    def __str__(self) -> str:
-        return f"the longest of {self.num_prompts:,} prompts has {self.tokens:,} tokens"
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "PolicySizes":
+        """The sizes in the `config.json` of a decoder-only model with gated MLPs; raises SettingError if one is missing."""
+        try:
+            family = FAMILIES.get(config["model_type"], Family())
+            hidden = int(config["hidden_size"])
+            heads = config["num_attention_heads"]
+            vocab = config["vocab_size"]
+            layers = int(config["num_hidden_layers"])
+            experts = config.get("num_local_experts") or config.get("num_experts") or 1
+            width = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
+        except KeyError as error:
+            raise SettingError(f"model.path: config.json has no {error.args[0]}") from None
+        head_dim = config.get("head_dim") or hidden // heads
+        query = heads * head_dim
+        key = (config.get("num_key_value_heads") or heads) * head_dim
+        passed = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
+        shared = (config.get("shared_expert_intermediate_size") or 0) if experts > 1 else 0
+        matrices = hidden * (2 * query + 2 * key) + 3 * hidden * (experts * width + shared)
+        routers = hidden * experts if experts > 1 else 0
+        biases = query + 2 * key if family.has_biases or config.get("attention_bias") else 0
+        norms = hidden * family.num_norms
+        is_tied = config.get("tie_word_embeddings", family.is_tied)
+        dense = shared if experts > 1 else width
+        linear = {"o_proj": (query, hidden), "down_proj": (dense, hidden)}
+        if family.is_fused:
+            linear |= {"qkv_proj": (hidden, query + 2 * key), "gate_up_proj": (hidden, 2 * dense)}
+        else:
+            linear |= {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
+            linear |= {"gate_proj": (hidden, dense), "up_proj": (hidden, dense)}
+        return cls(
+            num_layers=layers,
+            layer_parameters=matrices + biases + norms + routers,
+            other_parameters=vocab * hidden * (1 if is_tied else 2) + hidden,
+            vocab=vocab,
+            hidden=hidden,
+            query=query,
+            key_value=2 * key,
+            mlp=passed * width + shared,
+            routed=3 * passed * hidden if experts > 1 else 0,
+            norms=norms + (query + key if family.has_head_norms else 0),
+            linear={name: shape for name, shape in linear.items() if all(shape)},
+        )
 
-    def row_tokens(self, recipe: Recipe, context: int) -> int:
-        """Tokens of the longest trajectory: prompt and response, at most the `context` (0 is not bounded).
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layers * self.layer_parameters + self.other_parameters
 
-        Answers of tools and environments count in the response. But an environment may add to the prompt itself at its reset, and
-        only the context bounds that.
+    def adapted(self, lora: LoraSettings) -> list[tuple[int, int]]:
+        """Inputs and outputs of one layer's modules that have an adapter."""
+        wanted = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
+        names = {target.rpartition(".")[2] for target in wanted}
+        return [shape for name, shape in self.linear.items() if lora.rank and names & {name, "all-linear"}]
+
+    def adapter_parameters(self, lora: LoraSettings) -> int:
+        """Parameters of the adapter of all layers; 0 without one."""
+        return self.num_layers * lora.rank * sum(wide + high for wide, high in self.adapted(lora))
+
+    def version_bytes(self, lora: LoraSettings, dtype: str) -> int:
+        """Bytes of one version of the weights: of the adapter alone, if there is one, in fp32."""
+        return 4 * self.adapter_parameters(lora) if lora.rank else self.num_parameters * BYTES[dtype]
+
+    def cache_bytes(self, num_tokens: int, dtype: str) -> int:
+        """Bytes of the keys and values of a sequence, in whole pages."""
+        return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS * self.num_layers * self.key_value * BYTES[dtype]
+
+    def layer_activations(self, *, half: bool, trained: bool) -> int:
+        """Bytes per token of what one layer keeps for its backward pass.
+
+        A norm keeps its input and, where its weight is `trained`, the normalised one, in fp32. A linear layer keeps its input: in fp32 the
+        one that layers share, in autocast (`half`) a copy each (query, key, value; gate, up). Attention keeps query, key, value and output; a
+        gated MLP the gate, its activation, the other factor and the product. Experts compute in fp32.
         """
-        if recipe.environment.path and context:
-            return context
-        longest = self.tokens + recipe.sampling.max_new_tokens
-        return min(longest, context) if context else longest
+        size = 2 if half else 4
+        inputs = 2 * 5 * self.hidden if half else 4 * 2 * self.hidden
+        attention = size * (2 * self.query + self.key_value)
+        mlp = (4 if self.routed else size) * 4 * self.mlp
+        return (8 if trained else 4) * self.norms + inputs + attention + mlp + 4 * self.routed
 
 
 def actor_memory(
@@ -169,21 +161,17 @@ def actor_memory(
     checkpointing: bool,
     on_gpu: bool = True,
     row_tokens: int | None = None,
-    chunk: int | None = None,
 ) -> MemoryEstimate:
-    """The memory of one rank of the trainer.
-
-    row_tokens: tokens of the longest trajectory, where the data are known. chunk: bytes of one chunk of logits.
-    """
+    """The memory of one rank of the trainer. `row_tokens`: those of the longest trajectory, where the data are known."""
     actors = recipe.roles.actor
     ranks = recipe.trainer.shard_ranks or actors
     lora = recipe.lora
     moments = _MOMENTS[recipe.optimizer.name]
-    adapted = [wide * high for wide, high in sizes.adapted(lora).values()] if lora.rank else []
     # Below an adapter, weights are in the type that the rollouts have, and nothing else of them is kept.
-    base = (4 * sizes.num_parameters - (4 - _size(recipe)) * sizes.num_layers * sum(adapted)) / ranks
+    adapted = sum(wide * high for wide, high in sizes.adapted(lora))
+    frozen = 4 * sizes.num_parameters - (4 - BYTES[recipe.model.dtype]) * sizes.num_layers * adapted if lora.rank else 0
     share = (sizes.adapter_parameters(lora) if lora.rank else sizes.num_parameters) / ranks
-    weights = base + 4 * share if lora.rank else 4 * share
+    weights = frozen / ranks + 4 * share
     states: dict[str, float] = {"weights": weights, "gradients": 4 * share, "moments": moments * share}
     if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference and not lora.rank:
         states["reference policy"] = 4 * share
@@ -191,110 +179,91 @@ def actor_memory(
         states["critic"] = weights + (4 + moments) * share  # its head has one row instead of the vocabulary
     if recipe.batch.updates_per_version > 1 and recipe.algorithm.proximal == "version":
         states["weights at the version's start"] = 4 * share
-    chunk = chunk or (CHUNK_BYTES if on_gpu else HOST_CHUNK_BYTES)
-    work = _work(sizes, recipe, checkpointing=checkpointing, on_gpu=on_gpu, row_tokens=row_tokens, chunk=chunk)
-    published = sizes.version_bytes(recipe) / actors
-    kept = (4 + moments) * share
+    is_sharded = actors > 1 or recipe.trainer.offload
     host = {
         # Without a GPU all but the first go to the relay's memory at once.
-        "published weights": published * (2 if on_gpu else 1),
-        CHECKPOINT_PARTS[0]: kept,
+        "published weights": sizes.version_bytes(lora, recipe.model.dtype) / actors * (2 if on_gpu else 1),
+        CHECKPOINT_PARTS[0]: (4 + moments) * share,
         # Of rank 0, where the copy for the checkpoint does not have it whole.
-        CHECKPOINT_PARTS[1]: 4.0 * sizes.num_parameters if _is_sharded(recipe) or lora.rank else 0.0,
+        CHECKPOINT_PARTS[1]: 4.0 * sizes.num_parameters if is_sharded or lora.rank else 0.0,
         PROCESS: TRANSFORMERS_BYTES,
     }
-    if recipe.trainer.offload:
-        return MemoryEstimate(work, states | host)
-    return MemoryEstimate(states | work, host)
+    tokens = recipe.optimizer.micro_batch
+    if row_tokens:  # a rank has at most its part of a step
+        rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
+        tokens = min(tokens, -(-rows * row_tokens // actors))
+    tokens = max(tokens, row_tokens or recipe.sampling.max_new_tokens)  # a trajectory is never cut
+    work = _micro_batch(sizes, recipe, tokens, checkpointing=checkpointing, is_sharded=is_sharded, on_gpu=on_gpu)
+    return MemoryEstimate(work, states | host) if recipe.trainer.offload else MemoryEstimate(states | work, host)
 
 
-def _work(
-    sizes: PolicySizes, recipe: Recipe, *, checkpointing: bool, on_gpu: bool, row_tokens: int | None, chunk: int
+def _micro_batch(
+    sizes: PolicySizes, recipe: Recipe, tokens: int, *, checkpointing: bool, is_sharded: bool, on_gpu: bool
 ) -> dict[str, float]:
     """The memory of a micro-batch on one rank of the trainer, in addition to the states."""
-    is_half = recipe.model.dtype == "bfloat16"
-    is_sharded = _is_sharded(recipe)
-    lora = recipe.lora
-    adapted = [wide * high for wide, high in sizes.adapted(lora).values()] if lora.rank else []
+    half = recipe.model.dtype == "bfloat16"
+    adapted = [wide * high for wide, high in sizes.adapted(recipe.lora)]
+    trained = not recipe.lora.rank
+    gradients = 4 if trained else 0
+    head = sizes.vocab * sizes.hidden
     work: dict[str, float] = {}
     if is_sharded:
         # The rest of the policy stays gathered, of the layers the present one and the next; each has a gradient to reduce.
-        gradients = 0 if lora.rank else 4
         work["gathered weights"] = (4 + gradients) * sizes.other_parameters + (8 + gradients) * sizes.layer_parameters
-    if is_half:
+    if half:
         copies = 1 if checkpointing else sizes.num_layers
         work["bfloat16 copies"] = 2 * copies * (sizes.layer_parameters - sum(adapted))
     if adapted:
-        work["merged weight"] = (8 if is_half else 4) * max(adapted)
-    tokens = _micro_batch_tokens(recipe, row_tokens)
-    work["activations"] = tokens * _activations(sizes, half=is_half, checkpointing=checkpointing, trained=not lora.rank)
-    work["LM head"] = _head(sizes, chunk, half=is_half, trained=not lora.rank)
-    if is_half and not on_gpu:
-        work["LM head"] += 4 * sizes.vocab * sizes.hidden  # a CPU multiplies in fp32
-    if not on_gpu:
-        work["heap fragmentation"] = _HOLES * sum(work.values())
-    return work
+        work["merged weight"] = (8 if half else 4) * max(adapted)
+    # Kept for the backward pass are all layers or their inputs, beside the last layer's output and norm.
+    layer = sizes.layer_activations(half=half, trained=trained)
+    kept = 4 * sizes.num_layers * sizes.hidden + layer if checkpointing else sizes.num_layers * layer
+    work["activations"] = tokens * (kept + 4 * 5 * sizes.hidden)
+    # Two chunks of logits, the weight's gradient, and for bfloat16 a copy of the weight and a product to add.
+    logits = max(CHUNK_BYTES if on_gpu else _HOST_CHUNK_BYTES, 4 * 128 * sizes.vocab)
+    work["LM head"] = 2 * logits + head * (gradients + (2 + gradients if half else 0))
+    if half and not on_gpu:
+        work["LM head"] += 4 * head  # a CPU multiplies in fp32
+    return work if on_gpu else work | {"heap fragmentation": _HOLES * sum(work.values())}
 
 
-def _is_sharded(recipe: Recipe) -> bool:
-    return recipe.roles.actor > 1 or recipe.trainer.offload
-
-
-def reference_memory(sizes: PolicySizes, recipe: Recipe) -> MemoryEstimate:
-    """The memory of one reference rank: the whole policy, and one layer's activations, none of them for a backward pass."""
-    half = recipe.model.dtype == "bfloat16"
-    layer = recipe.optimizer.micro_batch * _layer_activations(sizes, half=half, trained=True)
-    return MemoryEstimate(
-        {"weights": 4.0 * sizes.num_parameters, "one layer": layer, "LM head": 2.0 * CHUNK_BYTES},
-        {PROCESS: TRANSFORMERS_BYTES},
-    )
-
-
-def least_cache_bytes(sizes: PolicySizes, recipe: Recipe, context: int) -> float:
-    """The smallest key-value cache of a rollout: one sequence of the policy's whole context, with the two pages that a fork needs more."""
-    pages = -(-context // _PAGE_TOKENS) + 2
-    return pages * _PAGE_TOKENS * sizes.num_layers * sizes.key_value * _size(recipe) / recipe.rollout.tp
-
-
-def rollout_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gpu: bool = True) -> MemoryEstimate:
+def rollout_memory(
+    sizes: PolicySizes, recipe: Recipe, row_tokens: int, *, on_gpu: bool, room: float | None
+) -> MemoryEstimate:
     """The memory of one rank of a replica: its slice of the weights, and a cache in which all running trajectories have the longest length.
 
-    row_tokens: tokens of the longest trajectory. Without a GPU a page takes memory from its first use on, and pages of ended
+    row_tokens: tokens of the longest trajectory. room: bytes that the rank fills on its GPU, if they are known. Without a GPU a page takes memory
+    from its first use on, and pages of ended
     trajectories are kept for their prompts.
     """
-    size = _size(recipe)
+    size = BYTES[recipe.model.dtype]
     tp = recipe.rollout.tp
+    generator = recipe.generator
     weights = (sizes.num_layers * sizes.layer_parameters / tp + sizes.other_parameters) * size
-    token_bytes = sizes.num_layers * sizes.key_value * size / tp
-    row = -(-row_tokens // _PAGE_TOKENS) * _PAGE_TOKENS * token_bytes
-    cache = recipe.generator.max_running * row
+    row = sizes.cache_bytes(row_tokens, recipe.model.dtype) / tp
+    cache = generator.max_running * row
     if not on_gpu:
         rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt / max(1, recipe.num_replicas)
         # Pages that are kept make room for running ones, each in a range of its own.
         cache += cache + min(_KEPT_BYTES, rows * row)
-    if recipe.generator.kv_gb is not None:
-        cache = recipe.generator.kv_gb * 1e9 if on_gpu else min(cache, recipe.generator.kv_gb * 1e9)
+    elif room is not None:
+        cache = max(0.0, room - weights)
+    if generator.kv_gb is not None:
+        cache = generator.kv_gb * 1e9 if on_gpu else min(cache, generator.kv_gb * 1e9)
     device = {"weights": weights, "key-value cache": cache}
-    host = {PROCESS: TRANSFORMERS_BYTES}
+    host: dict[str, float] = {}
     if recipe.lora.rank:
-        adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora).values())
-        base = sizes.num_layers * adapted * size / tp
-        host = {"received version": float(sizes.version_bytes(recipe)), "base weights under the adapter": base} | host
+        host["received version"] = sizes.version_bytes(recipe.lora, recipe.model.dtype)
+        adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora))
+        host["base weights under the adapter"] = sizes.num_layers * adapted * size / tp
     elif on_gpu:
-        host = {"received version": weights} | host
+        host["received version"] = weights
     if not on_gpu:
-        prefill = 4.0 * recipe.generator.prefill_tokens * (16 * sizes.hidden + 12 * sizes.mlp)
-        head = sizes.vocab * (_LOGITS * recipe.generator.max_running + (sizes.hidden if size == 2 else 0))
-        work = {"prefill": prefill, "LM head": 4.0 * head}  # a CPU multiplies in fp32
-        device |= work | {"heap fragmentation": _HOLES * sum(work.values())}
-    return MemoryEstimate(device, host)
-
-
-def relay_memory(sizes: PolicySizes, recipe: Recipe, row_tokens: int) -> MemoryEstimate:
-    """The memory of a relay: three versions in shared memory, which is counted only here, and the rows of two steps."""
-    rows = 2.0 * recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt * row_tokens * _ROW_BYTES
-    versions = float(_VERSIONS_IN_RELAY * sizes.version_bytes(recipe))
-    return MemoryEstimate({}, {"3 versions": versions, "rows": rows, PROCESS: TORCH_BYTES})
+        prefill = 4.0 * generator.prefill_tokens * (16 * sizes.hidden + 12 * sizes.mlp)
+        head = 4.0 * sizes.vocab * (_LOGITS * generator.max_running + (sizes.hidden if size == 2 else 0))
+        # A CPU multiplies in fp32.
+        device |= {"prefill": prefill, "LM head": head, "heap fragmentation": _HOLES * (prefill + head)}
+    return MemoryEstimate(device, host | {PROCESS: TRANSFORMERS_BYTES})
 
 
 def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None) -> bool:
@@ -302,60 +271,4 @@ def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | N
     setting = recipe.trainer.activation_checkpointing
     if setting != "auto" or gpu_bytes is None or recipe.generator.exact:
         return setting is True
-    return actor_memory(sizes, recipe, checkpointing=False).device_bytes > CHECKPOINTING_FROM * gpu_bytes
-
-
-def _micro_batch_tokens(recipe: Recipe, row_tokens: int | None) -> int:
-    """Most tokens of a micro-batch: a trajectory is never cut, and a rank has at most its part of a step."""
-    longest = row_tokens or recipe.sampling.max_new_tokens
-    tokens = recipe.optimizer.micro_batch
-    if row_tokens:
-        rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
-        tokens = min(tokens, -(-rows * row_tokens // recipe.roles.actor))
-    return max(tokens, longest)
-
-
-def _size(recipe: Recipe) -> int:
-    """Bytes of one weight of a rollout."""
-    return 2 if recipe.model.dtype == "bfloat16" else 4
-
-
-def _linear(family: Family, hidden: int, query: int, key: int, mlp: int) -> dict[str, tuple[int, int]]:
-    """`PolicySizes.linear`; `mlp` is 0 where all of it is experts."""
-    if family.is_fused:
-        inputs = {"qkv_proj": (hidden, query + 2 * key)}
-        gates = {"gate_up_proj": (hidden, 2 * mlp)}
-    else:
-        inputs = {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
-        gates = {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp)}
-    return inputs | {"o_proj": (query, hidden)} | (gates | {"down_proj": (mlp, hidden)} if mlp else {})
-
-
-def _activations(sizes: PolicySizes, *, half: bool, checkpointing: bool, trained: bool) -> float:
-    """Per token: what is kept for the backward pass, and the last layer's output and norm."""
-    layer = _layer_activations(sizes, half=half, trained=trained)
-    last = 4 * 5 * sizes.hidden
-    if checkpointing:
-        return 4 * sizes.num_layers * sizes.hidden + layer + last
-    return sizes.num_layers * layer + last
-
-
-def _layer_activations(sizes: PolicySizes, *, half: bool, trained: bool) -> float:
-    """Per token of one layer.
-
-    A norm keeps its input and, where its weight is `trained`, the normalised one, in fp32. A linear layer keeps its input: in fp32 the one that layers share, in
-    autocast a copy each (query, key, value; gate, up). Attention keeps query, key, value and output; a gated MLP the gate, its
-    activation, the other factor and the product. Experts compute in fp32.
-    """
-    inputs = 2 * 5 * sizes.hidden if half else 4 * 2 * sizes.hidden
-    size = 2 if half else 4
-    attention = size * (2 * sizes.query + sizes.key_value)
-    mlp = (4 if sizes.routed else size) * 4 * sizes.mlp
-    norms = (8 if trained else 4) * sizes.norms
-    return norms + inputs + attention + mlp + 4 * sizes.routed
-
-
-def _head(sizes: PolicySizes, chunk: int, *, half: bool, trained: bool) -> float:
-    """Two chunks of logits, the weight's gradient, and for bfloat16 a copy of the weight and a product to add."""
-    gradient = 4 + (4 if half else 0) if trained else 0
-    return 2 * max(chunk, 4 * 128 * sizes.vocab) + sizes.vocab * sizes.hidden * (gradient + (2 if half else 0))
+    return actor_memory(sizes, recipe, checkpointing=False).device_bytes > _CHECKPOINTING_FROM * gpu_bytes

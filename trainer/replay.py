@@ -38,7 +38,8 @@ def replay_steps(recipe: Recipe) -> int:
         raise SettingError(f"run.dir: {recipe.run.dir} has no {path.name}; run.mode=replay needs the folder of a run")
     recorded = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = [row["step"] for row in recorded]
-    _check_ranks(recipe, steps)
+    for step, rank in itertools.product(steps, range(recipe.roles.actor)):
+        StepReplay(Path(recipe.run.dir), step, rank).check_ranks(recipe.roles.actor)
     num_different = 0
     with TemporaryDirectory() as folder, _other_ranks(recipe, steps, folder):
         for row, metrics in zip(recorded, _train(recipe, 0, steps, folder), strict=True):
@@ -48,11 +49,6 @@ def replay_steps(recipe: Recipe) -> int:
             print(f"step {row['step'] + 1:>4}  loss {metrics['actor/pg_loss']:+.6f}  {result}")
     print(f"{len(recorded)} steps replayed, {num_different} of them differ")
     return num_different
-
-
-def _check_ranks(recipe: Recipe, steps: list[int]) -> None:
-    for step, rank in itertools.product(steps, range(recipe.roles.actor)):
-        StepReplay(Path(recipe.run.dir), step, rank).check_ranks(recipe.roles.actor)
 
 
 @contextmanager

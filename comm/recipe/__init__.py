@@ -55,3 +55,8 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def num_replicas(self) -> int:
         """Replicas of the generator."""
         return self.roles.rollout // self.rollout.tp
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the run's devices are emulated."""
+        return "emulated" in (self.rollout.engine, self.trainer.engine)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ...comm.errors import SettingError
-from ...comm.recipe import LoraSettings, Recipe
+from ...comm.recipe import LoraSettings, Recipe, RunSettings
 from ...relay.checkpoints import CheckpointFolder
 
 
@@ -28,9 +28,9 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
     layers = target_layers(policy.model, lora.targets)
     if lora.path:
         shapes = adapter_shapes(layers, lora.rank)
-        start = Path(lora.path) if recipe.run.resume == "restart" else start_folder(recipe)
+        start = Path(lora.path) if recipe.run.resume == "restart" else start_folder(recipe.run.dir, lora)
         start_adapter(shapes, lora, start, AdapterBase.read(recipe.model.path))
-    warnings = _warn_of_start(recipe)
+    warnings = _warn_of_start(recipe.run, lora)
     if FAMILIES[policy.config.model_type].has_experts:
         warnings.append(
             f"lora.targets: the experts of model type '{policy.config.model_type}' are fused and take no adapter"
@@ -38,15 +38,14 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
     return warnings
 
 
-def _warn_of_start(recipe: Recipe) -> list[str]:
+def _warn_of_start(run: RunSettings, lora: LoraSettings) -> list[str]:
     """A warning if a run that continues from a checkpoint began with another adapter than that of `lora.path`."""
     from ...trainer.policy.adapter_files import has_other_start, start_folder
 
-    if recipe.run.resume == "restart" or not CheckpointFolder(Path(recipe.run.dir)).whole():
+    if run.resume == "restart" or not CheckpointFolder(Path(run.dir)).whole() or not has_other_start(run.dir, lora):
         return []
-    if not has_other_start(recipe):
-        return []
-    if not recipe.lora.path:
-        return [f"lora.path is not set: the run continues with the adapter that it began with, {start_folder(recipe)}"]
-    began = "without an adapter" if start_folder(recipe) == Path(recipe.lora.path) else "with another adapter"
+    start = start_folder(run.dir, lora)
+    if not lora.path:
+        return [f"lora.path is not set: the run continues with the adapter that it began with, {start}"]
+    began = "without an adapter" if start == Path(lora.path) else "with another adapter"
     return [f"lora.path has no effect: the run began {began}, and continues from its checkpoint"]

@@ -1,12 +1,19 @@
-"""Checks of `algorithm.*` beyond the bounds of each setting."""
+"""Checks of `algorithm.*` and `optimizer.*` beyond the bounds of each setting."""
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from ...comm.errors import SettingError
-from ...comm.recipe import AlgorithmSettings, CriticSettings, Recipe
+from ...comm.recipe import AlgorithmSettings, BatchSettings, CriticSettings, LoraSettings, OptimizerSettings, Recipe
+from ...trainer.memory import PolicySizes
+from .model_files import read_config
 
 _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Advantages against the other samples of the prompt."""
+
+_USUAL_RATES = ((50e6, math.inf), (500e6, 5e-5), (math.inf, 1e-5))
+"""Largest usual learning rate when all weights are trained, by number of parameters: a smaller policy tolerates a higher rate."""
 
 
 def check_algorithm(recipe: Recipe) -> list[str]:
@@ -24,7 +31,7 @@ def check_algorithm(recipe: Recipe) -> list[str]:
             "queue.filter_zero_std=true: with batch.samples_per_prompt=1 the rewards of each group are equal, so all are"
             " dropped; set it to false, or take more samples"
         )
-    return [*_useless(recipe), *_without_ratio(recipe), *_without_weight(recipe)]
+    return [*_useless(recipe), *_without_ratio(algorithm, recipe.batch), *_without_weight(algorithm)]
 
 
 def _changed(settings: AlgorithmSettings, *names: str) -> list[str]:
@@ -33,18 +40,14 @@ def _changed(settings: AlgorithmSettings, *names: str) -> list[str]:
     return [f"algorithm.{name}" for name in names if getattr(settings, name) != getattr(default, name)]
 
 
-def _has_several_updates(recipe: Recipe) -> bool:
-    return recipe.batch.updates_per_version * recipe.batch.passes > 1
-
-
-def _without_ratio(recipe: Recipe) -> Iterator[str]:
+def _without_ratio(algorithm: AlgorithmSettings, batch: BatchSettings) -> Iterator[str]:
     """Losses and clip bounds whose ratio is 1 for each token: all are REINFORCE's gradient, times the importance weight."""
-    algorithm = recipe.algorithm
     if algorithm.loss == "reinforce":
         if bounds := _changed(algorithm, "clip_low", "clip_high"):
             yield f"{', '.join(bounds)}: no effect on algorithm.loss=reinforce"
         return
-    if algorithm.proximal == "rollout" or _has_several_updates(recipe) or ":" in algorithm.loss:
+    has_several_updates = batch.updates_per_version * batch.passes > 1
+    if algorithm.proximal == "rollout" or has_several_updates or ":" in algorithm.loss:
         return
     # `token_clip` has the bounds in its weights; a weight of whole responses is GSPO's, whatever the ratio.
     is_clipped = algorithm.importance_sampling == "token_clip" and algorithm.loss == "clip"
@@ -61,9 +64,8 @@ def _without_ratio(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _without_weight(recipe: Recipe) -> Iterator[str]:
+def _without_weight(algorithm: AlgorithmSettings) -> Iterator[str]:
     """Settings of importance weights, and of the policy between, that change nothing."""
-    algorithm = recipe.algorithm
     weights = _changed(algorithm, "importance_sampling", "importance_sampling_cap")
     if algorithm.proximal == "rollout" and weights:
         yield f"{', '.join(weights)}: no effect with algorithm.proximal=rollout, whose weights are 1"
@@ -93,3 +95,35 @@ def _useless(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.clip_dual has no effect on algorithm.loss={algorithm.loss}"
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield "algorithm.kl_estimator=k1 has a mean gradient of 0 in the loss; take k2 or k3, or algorithm.kl_in=reward"
+
+
+def check_optimizer(optimizer: OptimizerSettings, num_steps: int) -> None:
+    """Refuse settings of the optimizer that cannot work; raises `SettingError`."""
+    if optimizer.min_lr_ratio and optimizer.lr_schedule != "cosine":
+        raise SettingError(f"optimizer.min_lr_ratio: only with lr_schedule=cosine, not {optimizer.lr_schedule}")
+    if optimizer.lr_schedule == "polynomial" and optimizer.lr <= 1e-7:
+        raise SettingError(f"optimizer.lr: lr_schedule=polynomial ends at 1e-7, so it cannot begin at {optimizer.lr:g}")
+    if optimizer.warmup_steps >= num_steps > 1 and optimizer.lr_schedule != "constant":
+        raise SettingError(
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={num_steps} leave no steps after the warm-up"
+        )
+    if optimizer.name != "adamw":
+        from ...trainer.learners.optimizer import optimizer_class
+
+        optimizer_class(optimizer.name)
+
+
+def check_rate(optimizer: OptimizerSettings, lora: LoraSettings, folder: Path) -> list[str]:
+    """A warning about a learning rate at which a pretrained model forgets what it knows."""
+    lr = optimizer.lr
+    if lora.rank or lr <= min(rate for _, rate in _USUAL_RATES):
+        return []
+    try:
+        size = PolicySizes.of(read_config(folder)).num_parameters
+    except SettingError:  # only for the estimate
+        return []
+    most = next(rate for parameters, rate in _USUAL_RATES if size <= parameters)
+    if lr <= most:
+        return []
+    usual = f"1e-6 to {most:g} is usual, more with lora.rank"
+    return [f"optimizer.lr={lr:g} is high for all {size / 1e6:,.0f}M weights of model.path; {usual}"]

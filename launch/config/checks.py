@@ -4,41 +4,43 @@ Every check raises `SettingError`. Bounds of one setting are at its field in `co
 """
 
 import ast
-import math
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-from msgspec import structs
-
 from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
-from ...comm.recipe import DataSettings, Recipe, RewardSettings
+from ...comm.recipe import (
+    AlgorithmSettings,
+    CommSettings,
+    EnvironmentSettings,
+    GeneratorSettings,
+    Recipe,
+    RewardSettings,
+    RunSettings,
+    TrainerSettings,
+)
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.hub.model_check import JOINED
 from ...relay.journal.journal import Journal
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
 from ...rollout.rewards.ready import NEEDS, READY
-from ...trainer.memory import PolicySizes, least_cache_bytes
+from ...trainer.memory import PAGE_TOKENS, PolicySizes
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ..placement import check_replicas
 from .adapter_checks import check_lora
-from .algorithm_checks import check_algorithm
-from .comm_checks import check_comm
+from .algorithm_checks import check_algorithm, check_optimizer, check_rate
 from .data_checks import CheckedData, check_data, check_lengths
 from .evaluation_checks import check_evaluation
 from .load import CONFIG_FILE
 from .model_files import ModelFiles, model_digests, read_config
 from .run_folder import under_way
 from .signature_checks import check_reward_arguments, check_tools
-
-_USUAL_RATES = ((50e6, math.inf), (500e6, 5e-5), (math.inf, 1e-5))
-"""Largest usual learning rate when all weights are trained, by number of parameters: a smaller policy tolerates a higher rate."""
 
 
 def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
@@ -47,59 +49,33 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     `unmade` are settings whose files a start makes first, so that they cannot be checked yet.
     """
     warnings = check_settings(recipe)
-    check_run_folder(recipe)
+    check_run_folder(recipe.run)
     evaluation = [] if "eval.path" in unmade else check_evaluation(recipe)
-    if is_emulated(recipe):
+    if recipe.is_emulated:
         check_data(recipe.data)
         return warnings
     _check_functions(recipe)
     data = CheckedData([], []) if "data.path" in unmade else check_data(recipe.data)
-    warnings += _check_calls(recipe, data, evaluation)
+    check_tools(recipe.environment)
+    if recipe.reward.path and ":" not in recipe.rollout.engine:  # an own loop may call rewards in another way
+        rows = [row for _, found in evaluation for row in found.first_rows]
+        warnings += check_reward_arguments(recipe.reward, data.first_rows, "data.path")
+        warnings += check_reward_arguments(recipe.reward, rows, "eval.path")
     if "model.path" in unmade:
         return warnings
     policy = ModelFiles.read(recipe.model.path)
-    check_family(recipe, policy.folder)
-    check_tp(recipe, policy)
+    check_family(recipe.generator, recipe.algorithm, policy.folder)
+    check_tp(recipe.rollout.tp, policy)
     _check_cache(recipe, policy)
-    warnings += _check_rate(recipe, policy.folder)
+    warnings += check_rate(recipe.optimizer, recipe.lora, policy.folder)
     warnings += check_lora(recipe, policy.folder)
-    warnings += check_lengths(recipe, data.prompts, policy)
-    for settings, found in evaluation:
-        warnings += check_lengths(structs.replace(recipe, data=settings), found.prompts, policy)
+    for settings, found in [(recipe.data, data), *evaluation]:
+        warnings += check_lengths(settings, found.prompts, policy, recipe.environment, recipe.sampling.max_new_tokens)
     return warnings
 
 
-def _check_calls(
-    recipe: Recipe, data: CheckedData, evaluation: Sequence[tuple[DataSettings, CheckedData]]
-) -> list[str]:
-    """The rewards and tools can be called; returns warnings. A rollout with a loop of its own may call rewards in another way."""
-    check_tools(recipe.environment)
-    if not recipe.reward.path or ":" in recipe.rollout.engine:
-        return []
-    rows = [row for _, found in evaluation for row in found.first_rows]
-    return [
-        *check_reward_arguments(recipe.reward, data.first_rows, "data.path"),
-        *check_reward_arguments(recipe.reward, rows, "eval.path"),
-    ]
-
-
 def check_settings(recipe: Recipe) -> list[str]:
-    """Check the settings against each other, without files; returns warnings."""
-    check_combinations(recipe)
-    check_replicas(recipe.roles, recipe.rollout.tp)
-    if is_emulated(recipe):
-        return []
-    _check_optimizer(recipe)
-    return check_algorithm(recipe)
-
-
-def is_emulated(recipe: Recipe) -> bool:
-    """Whether the run's devices are emulated."""
-    return "emulated" in (recipe.rollout.engine, recipe.trainer.engine)
-
-
-def check_combinations(recipe: Recipe) -> None:
-    """Refuse settings that exclude each other."""
+    """Refuse settings that exclude each other, without files; returns warnings."""
     exact = recipe.generator.exact
     tp = recipe.rollout.tp
     roles = recipe.roles
@@ -112,9 +88,9 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("rollout.tp cannot be combined with generator.exact, which runs on one rank only")
     if tp > 1 and recipe.rollout.engine != "builtin":
         raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
-    if exact and roles.actor > 1:
-        raise SettingError("generator.exact cannot be combined with several actor ranks; set roles.actor=1")
-    check_comm(recipe)
+    check_replicas(roles, tp)
+    _check_trainer(recipe.trainer, roles.actor, exact=exact)
+    _check_comm(recipe.comm)
     _check_schedule(recipe)
     if bool(queue.tasks) != bool(roles.task):
         raise SettingError(f"roles.task={roles.task} ranks for {len(queue.tasks)} queue.tasks; set both or neither")
@@ -122,12 +98,29 @@ def check_combinations(recipe: Recipe) -> None:
         raise SettingError("batch.updates_per_version: more than batch.prompts_per_step; an update needs a group")
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
-    _check_trainer(recipe)
     _check_emulation(recipe)
     if recipe.environment.is_set and recipe.rollout.engine in ("emulated", "transformers"):
         raise SettingError(
             f"environment: rollout.engine={recipe.rollout.engine} cannot pause trajectories; take builtin"
         )
+    if recipe.is_emulated:
+        return []
+    check_optimizer(recipe.optimizer, recipe.run.steps)
+    return check_algorithm(recipe)
+
+
+def _check_comm(comm: CommSettings) -> None:
+    if comm.expiry_s < 2 * comm.heartbeat_s:
+        raise SettingError(
+            f"comm.expiry_s={comm.expiry_s:g} must be at least twice comm.heartbeat_s={comm.heartbeat_s:g}, or processes that live"
+            " count as dead"
+        )
+    if comm.tls and comm.link == "nccl":
+        raise SettingError("comm.tls: NCCL does not encrypt; set comm.link=tcp, or comm.tls=false")
+    if comm.tls:
+        from ...comm.links.tls import TlsIdentity
+
+        TlsIdentity()
 
 
 def _check_schedule(recipe: Recipe) -> None:
@@ -144,23 +137,23 @@ def _check_schedule(recipe: Recipe) -> None:
         raise SettingError(f"queue.lead: {schedule} needs room for batch.prompts_per_step={prompts}, not {queue.lead}")
 
 
-def _check_trainer(recipe: Recipe) -> None:
-    trainer = recipe.trainer
-    actors = recipe.roles.actor
+def _check_trainer(trainer: TrainerSettings, actors: int, *, exact: bool) -> None:
+    if exact and actors > 1:
+        raise SettingError("generator.exact cannot be combined with several actor ranks; set roles.actor=1")
+    if exact and trainer.activation_checkpointing is True:
+        raise SettingError(
+            "trainer.activation_checkpointing cannot be combined with generator.exact, whose layers are not modules"
+        )
+    if exact and trainer.offload:
+        raise SettingError("trainer.offload cannot be combined with generator.exact, whose layers are not modules")
     if actors % (trainer.shard_ranks or actors):
         raise SettingError(
             f"trainer.shard_ranks: roles.actor={actors} is not a multiple of {trainer.shard_ranks} ranks a copy"
         )
-    if recipe.generator.exact and trainer.activation_checkpointing is True:
-        raise SettingError(
-            "trainer.activation_checkpointing cannot be combined with generator.exact, whose layers are not modules"
-        )
-    if recipe.generator.exact and trainer.offload:
-        raise SettingError("trainer.offload cannot be combined with generator.exact, whose layers are not modules")
 
 
 def _check_emulation(recipe: Recipe) -> None:
-    emulated = is_emulated(recipe)
+    emulated = recipe.is_emulated
     if emulated and recipe.rollout.engine != recipe.trainer.engine:
         raise SettingError("rollout.engine and trainer.engine: emulate both or neither")
     if emulated and recipe.batch.passes > 1:
@@ -170,32 +163,32 @@ def _check_emulation(recipe: Recipe) -> None:
     if emulated and recipe.roles.actor > 1:
         raise SettingError("roles.actor: one process emulates all GPUs of the trainer, see lab.train_gpus")
     if emulated:
-        load_object("rollout.engine", "headrace.launch.lab.settings:check_lab")(recipe)
+        load_object("rollout.engine", "headrace.launch.lab.settings:check_lab")(recipe.lab, recipe.run.schedule)
     elif recipe.lab:
         raise SettingError("lab: only emulated devices (rollout.engine, trainer.engine) have these settings")
 
 
-def check_family(recipe: Recipe, folder: Path) -> None:
-    """The policy's family is supported, and has the features that the recipe asks for. Reads `config.json` alone."""
+def check_family(generator: GeneratorSettings, algorithm: AlgorithmSettings, folder: Path) -> None:
+    """The policy's family is supported, and has the features that the settings ask for. Reads `config.json` alone."""
     config = SimpleNamespace(**read_config(folder))
     check_supported(config)
-    if recipe.generator.exact:
+    if generator.exact:
         import torch
 
         check_exact_supported(config, "cuda" if torch.cuda.is_available() else "cpu")
-    if recipe.algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
+    if algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
         raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
 
 
-def check_tp(recipe: Recipe, policy: ModelFiles) -> None:
+def check_tp(tp: int, policy: ModelFiles) -> None:
     """The policy can be split over the ranks of a replica."""
-    if recipe.rollout.tp == 1:
+    if tp == 1:
         return
     from transformers import AutoConfig
 
     from ...trainer.policy.families import check_splittable
 
-    check_splittable(AutoConfig.from_pretrained(policy.folder, trust_remote_code=False), recipe.rollout.tp)
+    check_splittable(AutoConfig.from_pretrained(policy.folder, trust_remote_code=False), tp)
 
 
 def _check_cache(recipe: Recipe, policy: ModelFiles) -> None:
@@ -203,7 +196,9 @@ def _check_cache(recipe: Recipe, policy: ModelFiles) -> None:
     given = recipe.generator.kv_gb
     if given is None or recipe.rollout.engine != "builtin":
         return
-    least = least_cache_bytes(PolicySizes.of(read_config(policy.folder)), recipe, policy.context) / 1e9
+    sizes = PolicySizes.of(read_config(policy.folder))
+    # A fork needs two pages more.
+    least = sizes.cache_bytes(policy.context + 2 * PAGE_TOKENS, recipe.model.dtype) / recipe.rollout.tp / 1e9
     if given < least:
         raise SettingError(
             f"generator.kv_gb: {given:g} GB does not hold one sequence of {policy.context} tokens, the context of model.path, in"
@@ -211,9 +206,9 @@ def _check_cache(recipe: Recipe, policy: ModelFiles) -> None:
         )
 
 
-def check_run_folder(recipe: Recipe) -> None:
-    """The run folder can be made or written, and holds no run unless the recipe resumes it. It is not made here."""
-    folder = Path(_given("run.dir", recipe.run.dir, "a folder for the files of the run"))
+def check_run_folder(settings: RunSettings) -> None:
+    """The run folder can be made or written, and holds no run unless `run.resume` continues it. It is not made here."""
+    folder = Path(_given("run.dir", settings.dir, "a folder for the files of the run"))
     if not folder.exists():
         above = next(parent for parent in folder.absolute().parents if parent.exists())
         try:
@@ -230,7 +225,7 @@ def check_run_folder(recipe: Recipe) -> None:
         return
     if Journal.is_in_use(journal):
         raise SettingError(f"run.dir: {under_way(folder)}")
-    if recipe.run.resume == "never":
+    if settings.resume == "never":
         raise SettingError(
             f"run.dir: {folder} holds a run already; set run.resume=auto to resume it, or another run.dir"
         )
@@ -238,7 +233,7 @@ def check_run_folder(recipe: Recipe) -> None:
 
 def _check_functions(recipe: Recipe) -> None:
     """The functions that the recipe names exist, and the tasks' columns fit together."""
-    _check_reward(recipe)
+    _check_reward(recipe.reward, recipe.environment)
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
@@ -254,11 +249,10 @@ def _check_functions(recipe: Recipe) -> None:
         check_function("queue.sampler", recipe.queue.sampler)
 
 
-def _check_reward(recipe: Recipe) -> None:
+def _check_reward(reward: RewardSettings, environment: EnvironmentSettings) -> None:
     """There is a reward: a function, or an environment that gives it."""
-    environment = recipe.environment
-    if recipe.reward.path or not environment.path:
-        check_rewards(recipe.reward)
+    if reward.path or not environment.path:
+        check_rewards(reward)
     if environment.path:
         check_function("environment.path", environment.path)
     for path in environment.tools:
@@ -270,7 +264,7 @@ def check_files(role: str, recipe: Recipe) -> None:
 
     The first host has checked the recipe as a whole; another host may lack a file, or the run folder of the first.
     """
-    if is_emulated(recipe):
+    if recipe.is_emulated:
         return
     if role in ("actor", "rollout", "shard", "reference"):
         ModelFiles.read(recipe.model.path)
@@ -280,7 +274,7 @@ def check_files(role: str, recipe: Recipe) -> None:
             " checkpoints"
         )
     if role == "rollout":
-        _check_reward(recipe)
+        _check_reward(recipe.reward, recipe.environment)
     if role == "task":
         for task in recipe.queue.tasks:
             check_function("queue.tasks", task.function)
@@ -292,7 +286,7 @@ def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
 
     Digests of `model.path`; in exact mode also the kernels that compute log-probabilities.
     """
-    if is_emulated(recipe) or role not in ("actor", "rollout", "shard", "reference"):
+    if recipe.is_emulated or role not in ("actor", "rollout", "shard", "reference"):
         return {}
     with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
     facts = model_digests(recipe.model.path, with_weights=with_weights)
@@ -317,38 +311,6 @@ def check_rewards(settings: RewardSettings) -> None:
             raise SettingError(
                 f"reward.path: {path} needs the package {package}: pip install {package.replace('_', '-')}"
             )
-
-
-def _check_optimizer(recipe: Recipe) -> None:
-    optimizer = recipe.optimizer
-    if optimizer.min_lr_ratio and optimizer.lr_schedule != "cosine":
-        raise SettingError(f"optimizer.min_lr_ratio: only with lr_schedule=cosine, not {optimizer.lr_schedule}")
-    if optimizer.lr_schedule == "polynomial" and optimizer.lr <= 1e-7:
-        raise SettingError(f"optimizer.lr: lr_schedule=polynomial ends at 1e-7, so it cannot begin at {optimizer.lr:g}")
-    if optimizer.warmup_steps >= recipe.run.steps > 1 and optimizer.lr_schedule != "constant":
-        raise SettingError(
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={recipe.run.steps} leave no steps after the warm-up"
-        )
-    if optimizer.name != "adamw":
-        from ...trainer.learners.optimizer import optimizer_class
-
-        optimizer_class(optimizer.name)
-
-
-def _check_rate(recipe: Recipe, folder: Path) -> list[str]:
-    """A warning about a learning rate at which a pretrained model forgets what it knows."""
-    lr = recipe.optimizer.lr
-    if recipe.lora.rank or lr <= min(rate for _, rate in _USUAL_RATES):
-        return []
-    try:
-        size = PolicySizes.of(read_config(folder)).num_parameters
-    except SettingError:  # only for the estimate
-        return []
-    most = next(rate for parameters, rate in _USUAL_RATES if size <= parameters)
-    if lr <= most:
-        return []
-    usual = f"1e-6 to {most:g} is usual, more with lora.rank"
-    return [f"optimizer.lr={lr:g} is high for all {size / 1e6:,.0f}M weights of model.path; {usual}"]
 
 
 def check_function(setting: str, path: str, form: str = "FILE.py:FUNCTION") -> None:

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import structs
 
 from ...comm.errors import SettingError
-from ...comm.recipe import DataSettings, Recipe
+from ...comm.recipe import DataSettings, EnvironmentSettings
 from ...relay.dataset.opening import checked_prompts, open_rows
 from .model_files import ModelFiles
 
@@ -39,20 +39,21 @@ def check_data(settings: DataSettings, most: int | None = None) -> CheckedData:
     return CheckedData(prompts, [msgspec.json.decode(rows[0]) for rows, _ in each])
 
 
-def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> list[str]:
+def check_lengths(
+    settings: DataSettings, prompts: list[Any], policy: ModelFiles, environment: EnvironmentSettings, wanted: int
+) -> list[str]:
     """Every prompt leaves room for a response in the policy's context, unless `data.too_long` drops the others."""
     context = policy.context
-    wanted = recipe.sampling.max_new_tokens
     if not context:
         return []
-    lengths = _long_lengths(prompts, policy, recipe, room=context - wanted)
+    lengths = _long_lengths(settings, prompts, policy, environment, room=context - wanted)
     too_long = [number for number, length in lengths.items() if length >= context]
-    if too_long and (recipe.data.too_long == "error" or len(too_long) == len(prompts)):
+    if too_long and (settings.too_long == "error" or len(too_long) == len(prompts)):
         number = too_long[0]
         raise SettingError(
-            f"data.too_long: prompt {number + 1} of {recipe.data.path} has {lengths[number]} tokens and leaves no room"
-            f" for a response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path"
-            f" {recipe.model.path}; {len(too_long)} of {len(prompts)} prompts are too long. Shorten them, take a model"
+            f"data.too_long: prompt {number + 1} of {settings.path} has {lengths[number]} tokens and leaves no room"
+            f" for a response (sampling.max_new_tokens={wanted}) in the context of {context} tokens of model.path;"
+            f" {len(too_long)} of {len(prompts)} prompts are too long. Shorten them, take a model"
             " with a longer context, or set data.too_long=drop to leave them out"
         )
     num_cut = sum(context - wanted < length < context for length in lengths.values())
@@ -65,7 +66,9 @@ def check_lengths(recipe: Recipe, prompts: list[Any], policy: ModelFiles) -> lis
     return warnings
 
 
-def _long_lengths(prompts: list[Any], policy: ModelFiles, recipe: Recipe, room: int) -> dict[int, int]:
+def _long_lengths(
+    settings: DataSettings, prompts: list[Any], policy: ModelFiles, environment: EnvironmentSettings, room: int
+) -> dict[int, int]:
     """Tokens of the prompts that may have more than `room`, by index; a text never has more tokens than bytes."""
     doubtful = [
         number
@@ -78,5 +81,5 @@ def _long_lengths(prompts: list[Any], policy: ModelFiles, recipe: Recipe, room: 
     from ...rollout.environments.tools import tool_schemas
     from ...trainer.policy.model import load_tokenizer
 
-    form = load_tokenizer(policy.folder), recipe.data, tool_schemas(recipe.environment)
+    form = load_tokenizer(policy.folder), settings, tool_schemas(environment)
     return {number: len(prompt_tokens({"prompt": prompts[number]}, *form)) for number in doubtful}

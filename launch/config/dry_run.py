@@ -1,22 +1,21 @@
 """`--dry-run`: the roles, the batch arithmetic and the memory of a recipe, and the checks of its start, without starting it."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...comm.errors import SettingError
 from ...comm.host_memory import free_bytes, memory_bytes
-from ...comm.recipe import Recipe
+from ...comm.recipe import DataSettings, Recipe
 from ...relay.dataset.rows import JsonLines
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
-from ..cores import Cores, cores_of, ignored_threads, slow_type, usable_cores
-from ..placement import Placement, count_ranks, place_ranks, staging_gpu, visible_devices
+from ..cores import cores_of, ignored_threads, slow_type, usable_cores
+from ..placement import Placement, place_ranks, staging_gpu, visible_devices
 from .gpus import Gpus
-from .host_plan import HostShortage
 from .load import recipe_yaml
 from .memory_plan import MemoryPlan, with_micro_tokens
 from .model_files import read_config
@@ -49,30 +48,33 @@ class DryRun:
             if recipe.run.resume == "auto" and recipe.run.mode == "train":
                 from ..resume import choose_point, finished_after
 
-                if finished_after(recipe) is None:
+                if finished_after(recipe.run) is None:
                     sys.stdout.write("".join(f"{line}\n" for line in choose_point(recipe).lines))
         else:
             warnings = check_settings(recipe)
             if (Path(recipe.model.path or "?") / "config.json").exists():
-                check_family(recipe, Path(recipe.model.path))
+                check_family(recipe.generator, recipe.algorithm, Path(recipe.model.path))
         if refused:
             raise SettingError("; ".join(refused))
         return warnings
 
     def plan(self, recipe: Recipe) -> tuple[str, list[str]]:
         """Roles, batch arithmetic and memory estimate as text, and what a start is refused for. Raises SettingError."""
-        places = place_ranks(recipe.roles, self.hosts or [count_ranks(recipe.roles)], recipe.rollout.tp)
+        places = place_ranks(recipe.roles, self.hosts, recipe.rollout.tp)
         refused: list[str] = []
         try:
             longest = longest_prompt(recipe, self.unmade) if self.gpus is None else None
-            plan = MemoryPlan(recipe, _config_of(recipe), places, self._present, longest)
+            config = read_config(find_checkpoint(recipe.model.path))
+            plan = MemoryPlan(recipe, config, places, self._present, longest)
         except SettingError as error:
             memory = [f"unknown: {error}"]
         else:
             warnings = plan.shortages()
-            on_host = _on_this_host(plan, recipe) if self.gpus is None else []
-            refused = warnings if self.gpus is not None else [each.text for each in on_host if each.is_certain]
-            warnings += [each.text for each in on_host if not each.is_certain]
+            if self.gpus is None:
+                refused, on_host = plan.host_shortages(memory_bytes(), free_bytes())
+                warnings += on_host
+            else:
+                refused = warnings
             memory = [*plan.lines(), *(f"warning: {shortage}" for shortage in warnings)]
         blocks = {
             "roles": _roles(recipe, places, self._present),
@@ -88,48 +90,35 @@ class DryRun:
         return Gpus.of_this_host() if self.gpus is None else self.gpus
 
 
-@dataclass(frozen=True, slots=True)
-class HostCheck:
-    """The findings of a start on this host alone: warnings about its memory and its threads, and the bytes that each process needs at most."""
+def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
+    """What a start finds on this host alone: warnings about its threads and its memory, and the bytes that each process needs at most.
 
-    warnings: list[str]
-    planned: dict[str, float]
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> "HostCheck":
-        """Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit."""
-        places = place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp)
-        gpus = Gpus.of_this_host()
-        warnings = [*ignored_threads(_cores_on(0, recipe, places, gpus))]
-        if not gpus.names and recipe.trainer.engine != "emulated":
-            warnings += slow_type(recipe.model.dtype)
-        try:
-            plan = MemoryPlan(recipe, _config_of(recipe), places, gpus, longest_prompt(recipe))
-        except SettingError:
-            return cls(warnings, {})
-        found = _on_this_host(plan, recipe)
-        if certain := [shortage.text for shortage in found if shortage.is_certain]:
-            raise SettingError("; ".join(certain))
-        return cls([*warnings, *(shortage.text for shortage in found)], plan.of_processes())
-
-
-def _cores_on(host: int, recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Cores:
-    """The cores of this host, as the one with this number."""
-    return cores_of(recipe, [place.role for place in places if place.host == host], has_gpus=bool(gpus.names))
-
-
-def _on_this_host(plan: MemoryPlan, recipe: Recipe) -> list[HostShortage]:
-    return [] if recipe.trainer.engine == "emulated" else plan.host_shortages(memory_bytes(), free_bytes())
-
-
-def _config_of(recipe: Recipe) -> dict[str, Any]:
-    return read_config(find_checkpoint(recipe.model.path))
+    Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit.
+    """
+    places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
+    gpus = Gpus.of_this_host()
+    cores = cores_of(recipe, [place.role for place in places], has_gpus=bool(gpus.names))
+    warnings = [*ignored_threads(cores)]
+    if not gpus.names and not recipe.is_emulated:
+        warnings += slow_type(recipe.model.dtype)
+    try:
+        config = read_config(find_checkpoint(recipe.model.path))
+        plan = MemoryPlan(recipe, config, places, gpus, longest_prompt(recipe))
+    except SettingError:
+        return warnings, {}
+    refused, on_host = plan.host_shortages(memory_bytes(), free_bytes())
+    if refused:
+        raise SettingError("; ".join(refused))
+    return [*warnings, *on_host], plan.of_processes()
 
 
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:
-    hosts = {place.host: _cores_on(place.host, recipe, places, gpus) for place in places}
+    roles: dict[int, list[str]] = defaultdict(list)
+    for place in places:
+        roles[place.host].append(place.role)
+    hosts = {host: cores_of(recipe, here, has_gpus=bool(gpus.names)) for host, here in roles.items()}
     for rank, place in enumerate(places):
-        device = visible_devices(place, gpus.names, staging_gpu(recipe, places, place.host, gpus.names))
+        device = visible_devices(place, gpus.names, staging_gpu(recipe.comm.link, places, place.host, gpus.names))
         extra = " + hub" if place.name == "relay-0" else ""
         threads = hosts[place.host].threads(place.role)
         yield (
@@ -149,19 +138,17 @@ def _batch(recipe: Recipe) -> Iterator[str]:
     then = ", then as few as keep the trainer busy" if admission.follows_trainer else ""
     trajectories = prompts * samples
     yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
-    yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe)}"
+    yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe.data, recipe.run.steps * prompts)}"
     yield f"queue of {ahead} groups = {ahead * samples} trajectories{then}; staleness {bound}"
     running = recipe.num_replicas * recipe.generator.max_running
     yield f"{recipe.num_replicas} rollouts x {recipe.generator.max_running} = {running} trajectories decoded together"
 
 
-def _epochs(recipe: Recipe) -> str:
-    if recipe.data.weights or not all(path.endswith(".jsonl") for path in recipe.data.paths):
+def _epochs(settings: DataSettings, num_groups: int) -> str:
+    if settings.weights or not all(path.endswith(".jsonl") for path in settings.paths):
         return ""
     try:
-        num_rows = sum(len(JsonLines(Path(path))) for path in recipe.data.paths)
+        num_rows = sum(len(JsonLines(Path(path))) for path in settings.paths)
     except SettingError:
         return ""
-    return (
-        f" = {recipe.run.steps * recipe.batch.prompts_per_step / max(num_rows, 1):.2f} epochs of {num_rows:,} prompts"
-    )
+    return f" = {num_groups / max(num_rows, 1):.2f} epochs of {num_rows:,} prompts"

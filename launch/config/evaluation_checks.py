@@ -1,7 +1,7 @@
 """Checks of `eval.*`: the settings fit together, and every prompt can be read."""
 
 from ...comm.errors import SettingError
-from ...comm.recipe import DataSettings, Recipe
+from ...comm.recipe import CheckpointSettings, DataSettings, EvalSettings, Recipe
 from ...comm.recipe.evaluation import WAIT_S
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.journal.evaluation_metrics import pass_sizes
@@ -12,7 +12,7 @@ from .data_checks import CheckedData, check_data
 def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
     """The prompts of each file of `eval.path`, with the settings that read it. Raises `SettingError`."""
     settings = recipe.eval
-    _check_best(recipe)
+    _check_best(recipe.checkpoint, settings)
     if not settings.paths:
         return []
     if 0 < settings.temperature < LEAST_TEMPERATURE:
@@ -32,11 +32,10 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
         raise SettingError(str(error).replace("data.path", "eval.path")) from error
 
 
-def _check_best(recipe: Recipe) -> None:
+def _check_best(checkpoint: CheckpointSettings, settings: EvalSettings) -> None:
     """A checkpoint can be scored by an evaluation: each has its version evaluated, and the metric exists."""
-    best = recipe.checkpoint.best
-    every = recipe.checkpoint.every
-    settings = recipe.eval
+    best = checkpoint.best
+    every = checkpoint.every
     if best and every == 0:
         raise SettingError(f"checkpoint.best={best}: there is nothing to choose from; set checkpoint.every above 0")
     if not best.startswith("eval/"):

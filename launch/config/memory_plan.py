@@ -1,36 +1,66 @@
-"""The memory of a run's processes, and whether the GPUs have it: for `--dry-run`, without torch and without weights."""
+"""The memory of a run's processes, and whether GPUs and hosts have it: for `--dry-run`, without torch and without weights.
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+In a host's memory a process counts with what it holds for itself; shared memory counts once, with the relay that has it, and the
+files of the libraries once for each host.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
 
 from ...comm.recipe import Recipe
 from ...trainer.memory import (
-    CONTEXT_BYTES,
+    BYTES,
+    CHECKPOINT_PARTS,
+    CHUNK_BYTES,
+    PROCESS,
+    TRANSFORMERS_BYTES,
     MemoryEstimate,
     PolicySizes,
-    PromptLength,
     actor_memory,
-    reference_memory,
-    relay_memory,
     rollout_memory,
     wants_checkpointing,
 )
 from ..placement import Placement, visible_devices
 from .gpus import Gpus
-from .host_plan import HostPlan, HostShortage
 from .memory_advice import advice
+from .prompt_lengths import PromptLength
 
 _GB = 1e9
 _HOST_MICRO_TOKENS = 2048
 """`optimizer.micro_tokens` of a host without a GPU: more cost much memory there and gain little time (docs/develop/log.md)."""
+_CONTEXT_BYTES = 1 << 30
+"""CUDA's context, its libraries' workspaces and what the allocator loses to fragmentation."""
+_ROW_BYTES = 32
+"""Of a token in a relay: ids, log-probabilities, versions, masks and copies of them on their way."""
+_TORCH_BYTES = 0.155e9
+"""Private memory of a process that has imported the CPU build of torch 2.13, but not transformers; measured, as are those below."""
+_LAUNCHER_BYTES = 0.46e9
+_SUPERVISOR_BYTES = 0.029e9
+_HUB_BYTES = 0.047e9
+_STORE_BYTES = 0.026e9
+_REWARD_BYTES = 0.015e9
+"""More if the user's file imports more."""
+_REWARD_PROCESSES = 2
+_LIBRARIES_BYTES = 0.12e9
+_STATES = (
+    "weights",
+    "gradients",
+    "moments",
+    "reference policy",
+    "critic",
+    "weights at the version's start",
+    "3 versions",
+    PROCESS,
+)
+"""The parts that a process holds all the time, whatever the data are."""
 
 
 def with_micro_tokens(recipe: Recipe, gpus: Gpus) -> Recipe:
     """The recipe with its `optimizer.micro_tokens`, which depends on whether the trainer has GPUs."""
-    if recipe.optimizer.micro_tokens is not None or recipe.trainer.engine == "emulated" or gpus.names:
+    if recipe.optimizer.micro_tokens is not None or recipe.is_emulated or gpus.names:
         return recipe
     return structs.replace(recipe, optimizer=structs.replace(recipe.optimizer, micro_tokens=_HOST_MICRO_TOKENS))
 
@@ -49,29 +79,43 @@ class MemoryPlan:
         gpus: Gpus,
         longest: PromptLength | None = None,
     ) -> None:
-        self.sizes = PolicySizes.of(config)
+        self.sizes = sizes = PolicySizes.of(config)
         self.gpus = gpus
         self._recipe = recipe
         self._places = places
-        gpu_bytes = gpus.gb * _GB or None
-        context = int(config.get("max_position_embeddings") or 0)
-        self.row_tokens = context if longest is None else longest.row_tokens(recipe, context)
-        """Tokens of the longest trajectory."""
         self._longest = longest
-        self.is_checkpointed = wants_checkpointing(self.sizes, recipe, gpu_bytes)
-        self.needs: dict[str, MemoryEstimate] = {
-            "actor": actor_memory(
-                self.sizes,
-                recipe,
-                checkpointing=self.is_checkpointed,
-                on_gpu=bool(gpus.names),
-                row_tokens=None if longest is None else self.row_tokens,
+        self._gpu_roles = _roles_of_gpus(places, gpus)
+        fullest = max((len(roles) for roles in self._gpu_roles if "rollout" in roles), default=1)
+        self._part = recipe.generator.gpu_share * gpus.gb * _GB / fullest
+        """Bytes of each rollout on a GPU: its part of `generator.gpu_share`, where most processes share one; 0 if unknown."""
+        room = self._part - _CONTEXT_BYTES if gpus.gb else None
+        on_gpu = bool(gpus.names)
+        dtype = recipe.model.dtype
+        context = int(config.get("max_position_embeddings") or 0)
+        wanted = recipe.sampling.max_new_tokens
+        tokens = context if longest is None else longest.row_tokens(recipe.environment, wanted, context)
+        self.row_tokens = tokens
+        """Tokens of the longest trajectory."""
+        self.is_checkpointed = wants_checkpointing(sizes, recipe, gpus.gb * _GB or None)
+        known = None if longest is None else tokens
+        layer = sizes.layer_activations(half=dtype == "bfloat16", trained=True)
+        # Versions are in shared memory, which counts here alone; the rows are those of two steps.
+        versions = 3.0 * sizes.version_bytes(recipe.lora, dtype)
+        rows = 2.0 * recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt * tokens * _ROW_BYTES
+        self.needs = {
+            "actor": actor_memory(sizes, recipe, checkpointing=self.is_checkpointed, on_gpu=on_gpu, row_tokens=known),
+            "rollout": rollout_memory(sizes, recipe, tokens, on_gpu=on_gpu, room=room),
+            "relay": MemoryEstimate({}, {"3 versions": versions, "rows": rows, PROCESS: _TORCH_BYTES}),
+            "task": MemoryEstimate({}, {PROCESS: _TORCH_BYTES}),
+            "reference": MemoryEstimate(  # one layer at a time, without any for a backward pass
+                {
+                    "weights": 4.0 * sizes.num_parameters,
+                    "one layer": recipe.optimizer.micro_batch * layer,
+                    "LM head": 2.0 * CHUNK_BYTES,
+                },
+                {PROCESS: TRANSFORMERS_BYTES},
             ),
-            "rollout": rollout_memory(self.sizes, recipe, self.row_tokens, on_gpu=bool(gpus.names)),
-            "relay": relay_memory(self.sizes, recipe, self.row_tokens),
         }
-        if recipe.roles.reference:
-            self.needs["reference"] = reference_memory(self.sizes, recipe)
 
     @staticmethod
     def micro_tokens(recipe: Recipe, config: Mapping[str, Any], places: Sequence[Placement], gpus: Gpus) -> int:
@@ -98,106 +142,126 @@ class MemoryPlan:
         return tokens
 
     def lines(self) -> Iterator[str]:
-        """A row for each role, then one for GPUs that carry the same roles."""
-        size = 2 if self._recipe.model.dtype == "bfloat16" else 4
+        """A row for each role, for each host, and for GPUs that carry the same roles."""
+        dtype = self._recipe.model.dtype
         lora = self._recipe.lora
         total = self.sizes.num_parameters
-        version = self.sizes.version_bytes(self._recipe)
-        yield f"{total:,} parameters, {total * size / _GB:,.3f} GB as {self._recipe.model.dtype}"
+        yield f"{total:,} parameters, {total * BYTES[dtype] / _GB:,.3f} GB as {dtype}"
         if lora.rank:
-            yield f"{self.sizes.adapter_parameters(lora):,} in the adapter: a version has {version / _GB:,.3f} GB"
+            version = self.sizes.version_bytes(lora, dtype) / _GB
+            yield f"{self.sizes.adapter_parameters(lora):,} in the adapter: a version has {version:,.3f} GB"
         known = "no prompt is known: the context" if self._longest is None else f"{self._longest}"
         yield f"{known}; a trajectory has at most {self.row_tokens:,} tokens, a micro-batch {self._recipe.optimizer.micro_batch:,}"
-        for role, need in self.needs.items():
-            if not need.device or not self.gpus.names:
-                parts = {**need.device, **need.host}
-                yield f"{role:10} {sum(parts.values()) / _GB:9,.3f} GB each: {_parts(parts)}"
-                continue
-            device = self._filled(need.device) if role == "rollout" else need.device
-            yield f"{role:10} {sum(device.values()) / _GB:9,.3f} GB each: {_parts(device)}"
-            yield f"{'':10} {need.host_bytes / _GB:9,.3f} GB of host memory: {_parts(need.host)}"
-        for host in self.hosts():
-            others = host.others()
-            yield f"{'others':10} {sum(others.values()) / _GB:9,.3f} GB on host {host.host}: {_parts(others)}"
-            yield f"{f'host {host.host}':10} {host.num_bytes / _GB:9,.3f} GB of its memory are needed at most"
+        roles = {_role(place) for place in self._places} - {"task"}
+        for role, (device, host) in self.needs.items():
+            if role in roles:
+                if device and self.gpus.names:
+                    yield _row(role, {**device, "CUDA": _CONTEXT_BYTES}, "each:")
+                    yield _row("", host, "of host memory:")
+                else:
+                    yield _row(role, {**device, **host}, "each:")
+        for host in self._hosts():
+            yield _row("others", self._others(host), f"on host {host}:")
+            yield f"{f'host {host}':10} {self._bytes_on(host) / _GB:9,.3f} GB of its memory are needed at most"
         yield f"activation checkpointing is {'on' if self.is_checkpointed else 'off'}"
-        for roles, number in Counter(self._gpu_roles()).items() if self.gpus.gb else ():
-            needs = self._on_gpu(roles)
+        for roles, number in self._gpu_roles.items() if self.gpus.gb else ():
+            needs = [self.needs[role].device_bytes + _CONTEXT_BYTES for role in roles]
             used = " + ".join(f"{role} {need / _GB:.1f}" for role, need in zip(roles, needs, strict=True))
-            total = sum(needs) / _GB
-            yield f"{number} GPU{'s' * (number > 1)}: {used} = {total:.1f} of {self.gpus.gb:.1f} GB"
+            yield f"{number} GPU{'s' * (number > 1)}: {used} = {sum(needs) / _GB:.1f} of {self.gpus.gb:.1f} GB"
 
     def shortages(self) -> list[str]:
         """A sentence with the settings to change for each kind of GPU that is too small."""
+        if not self.gpus.gb:
+            return []
         found: list[str] = []
-        total = self.gpus.gb * _GB
-        weights = self.needs["rollout"].device["weights"] + CONTEXT_BYTES
-        least_share = total
-        for roles in dict.fromkeys(self._gpu_roles()) if total else ():
-            needs = self._on_gpu(roles)
-            if sum(needs) > total:
+        for roles in self._gpu_roles:
+            needs = [self.needs[role].device_bytes + _CONTEXT_BYTES for role in roles]
+            if sum(needs) > self.gpus.gb * _GB:
                 largest = max(zip(needs, roles, strict=True))[1]
                 found.append(
                     f"a GPU of {self.gpus.gb:.1f} GB is too small for {' and '.join(roles)}, which {'need' if len(roles) > 1 else 'needs'}"
                     f" {sum(needs) / _GB:.1f} GB (an estimate): set {advice(largest, on_gpu=True)}"
                 )
-            if "rollout" in roles:
-                least_share = min(least_share, self._share(roles))
-        if total and weights > least_share:
+        weights = self.needs["rollout"].device["weights"] + _CONTEXT_BYTES
+        if weights > self._part:
             found.append(
                 f"the weights of a rollout take {weights / _GB:.1f} GB, more than its part of"
                 f" generator.gpu_share={self._recipe.generator.gpu_share} of a GPU: set {advice('rollout', on_gpu=True)}"
             )
         return found
 
-    def hosts(self) -> list[HostPlan]:
-        """The memory of each host."""
-        on_gpu = self.needs.keys() - {"relay"} if self.gpus.names else ()
-        numbers = sorted({place.host for place in self._places})
-        return [HostPlan(number, self._recipe, self._places, self.needs, on_gpu) for number in numbers]
-
-    def host_shortages(self, host_bytes: float, free_bytes: float | None = None) -> list[HostShortage]:
-        """A sentence for each host whose processes need more than the memory of a host, that for the copy of a checkpoint included."""
-        return [shortage for host in self.hosts() for shortage in host.shortages(host_bytes, free_bytes)]
+    def host_shortages(self, host_bytes: float, free_bytes: float) -> tuple[list[str], list[str]]:
+        """A sentence for each host that has too little memory for what its processes hold all the time, whatever the data are; and for each
+        whose processes may need more than it has, or than other programs leave of it now. Emulated devices need none.
+        """
+        refused: list[str] = []
+        warnings: list[str] = []
+        for host in [] if self._recipe.is_emulated else self._hosts():
+            here = [place for place in self._places if place.host == host]
+            need = self._bytes_on(host)
+            least = sum(self._bytes_of(place, _STATES) for place in here)
+            copies = sum(self._bytes_of(place, CHECKPOINT_PARTS) for place in here)
+            largest = max(here, key=self._bytes_of)
+            change = f"set {advice(largest.role, on_gpu=False) or 'fewer roles here'}, or take a larger host"
+            each = f"{largest.name} alone {self._bytes_of(largest) / _GB:.1f} GB"
+            has = f"host {host} has {host_bytes / _GB:.1f} GB of memory, {free_bytes / _GB:.1f} GB of it free now"
+            if least > host_bytes:
+                needs = f"the weights and states of its processes alone need {least / _GB:.1f} GB ({each})"
+                refused.append(f"{has}, and {needs}: {change}")
+            elif need > min(host_bytes, free_bytes):
+                needs = f"its processes need {need / _GB:.1f} GB (an estimate; {each})"
+                needs += f", {copies / _GB:.1f} GB of them for the copy of a checkpoint"
+                end = "end other programs, or " if need <= host_bytes else ""
+                warnings.append(f"{has}, and {needs}: {end}{change}")
+        return refused, warnings
 
     def of_processes(self) -> dict[str, float]:
         """The bytes of each role's process in its host's memory, by its name."""
-        plans = {plan.host: plan for plan in self.hosts()}
-        return {place.name: plans[place.host].bytes_of(place) for place in self._places}
+        return {place.name: self._bytes_of(place) for place in self._places}
 
-    def _filled(self, need: Mapping[str, float]) -> Mapping[str, float]:
-        """The memory that a rollout takes on a GPU: its whole share, with the cache in all that the weights leave.
+    def _bytes_of(self, place: Placement, parts: Collection[str] | None = None) -> float:
+        """Bytes of a process in its host's memory; of these parts alone, where they are given."""
+        need = self.needs[_role(place)]
+        on_gpu = self.gpus.names and place.slot is not None
+        held = dict(need.host) if on_gpu else {**need.device, **need.host}
+        if place.role == "actor" and place.index:
+            del held[CHECKPOINT_PARTS[1]]
+        return sum(size for name, size in held.items() if parts is None or name in parts)
 
-        Returns `need` itself without a GPU, if the recipe bounds the cache, or if the share is too small.
-        """
-        shares = [self._share(roles) for roles in self._gpu_roles() if "rollout" in roles]
-        rest = min(shares, default=0.0) - need["weights"] - CONTEXT_BYTES
-        if not self.gpus.gb or self._recipe.generator.kv_gb is not None or rest <= 0:
-            return need
-        return {"weights": need["weights"], "key-value cache": rest, "CUDA": CONTEXT_BYTES}
+    def _others(self, host: int) -> dict[str, float]:
+        """The processes of a host without a role in the recipe."""
+        here = [place for place in self._places if place.host == host]
+        return {
+            "launcher": _LAUNCHER_BYTES,
+            "supervisors": _SUPERVISOR_BYTES * len(here),
+            "hub": _HUB_BYTES * any(place.name == "relay-0" for place in here),
+            "store": _STORE_BYTES * any(place.name == "actor-0" for place in here),
+            "rewards": _REWARD_BYTES * _REWARD_PROCESSES * sum(place.role == "rollout" for place in here),
+            "libraries": _LIBRARIES_BYTES,
+        }
 
-    def _share(self, roles: Sequence[str]) -> float:
-        """Bytes of each process's part of `generator.gpu_share`."""
-        return self._recipe.generator.gpu_share * self.gpus.gb * _GB / len(roles)
+    def _bytes_on(self, host: int) -> float:
+        """Bytes of all processes of a host."""
+        roles = sum(self._bytes_of(place) for place in self._places if place.host == host)
+        return roles + sum(self._others(host).values())
 
-    def _on_gpu(self, roles: Sequence[str]) -> list[float]:
-        """The bytes of each process on a GPU. A rollout fills its part with cache, unless the recipe bounds the cache."""
-        fills = self._recipe.generator.kv_gb is None
-        return [
-            self._share(roles) if role == "rollout" and fills else self.needs[role].device_bytes + CONTEXT_BYTES
-            for role in roles
-        ]
-
-    def _gpu_roles(self) -> Iterator[tuple[str, ...]]:
-        """For each GPU, the roles of the processes on it."""
-        found: dict[tuple[int, str], list[str]] = {}
-        for place in self._places:
-            device = visible_devices(place, self.gpus.names) if place.slot is not None else ""
-            if device:
-                role = "rollout" if place.role == "shard" else place.role
-                found.setdefault((place.host, device), []).append(role)
-        return (tuple(roles) for roles in found.values())
+    def _hosts(self) -> list[int]:
+        return sorted({place.host for place in self._places})
 
 
-def _parts(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {size / _GB:.3f}" for name, size in parts.items())
+def _roles_of_gpus(places: Sequence[Placement], gpus: Gpus) -> Counter[tuple[str, ...]]:
+    """The number of GPUs whose processes have the same roles, by these."""
+    found: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
+    for place in places:
+        if place.slot is not None and gpus.names:
+            found[place.host, visible_devices(place, gpus.names)].append(_role(place))
+    return Counter(map(tuple, found.values()))
+
+
+def _role(place: Placement) -> str:
+    return "rollout" if place.role == "shard" else place.role
+
+
+def _row(name: str, parts: Mapping[str, float], whose: str) -> str:
+    listed = ", ".join(f"{part} {size / _GB:.3f}" for part, size in parts.items())
+    return f"{name:10} {sum(parts.values()) / _GB:9,.3f} GB {whose} {listed}"

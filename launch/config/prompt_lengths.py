@@ -2,17 +2,37 @@
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...comm.errors import SettingError, UnusablePrompt
-from ...comm.recipe import DataSettings, Recipe
-from ...trainer.memory import PromptLength
+from ...comm.recipe import DataSettings, EnvironmentSettings, Recipe
 from ...trainer.policy.checkpoint_files import find_checkpoint
 
 _SAMPLE_ROWS = 4096
 """Rows of each set that are looked at."""
 _TOKENIZED = 32
 """Number of these, the longest in bytes, whose tokens are counted."""
+
+
+class PromptLength(NamedTuple):
+    """Tokens of the longest prompt that was found, in `num_prompts` of them."""
+
+    tokens: int
+    num_prompts: int
+
+    def __str__(self) -> str:
+        return f"the longest of {self.num_prompts:,} prompts has {self.tokens:,} tokens"
+
+    def row_tokens(self, environment: EnvironmentSettings, max_new_tokens: int, context: int) -> int:
+        """Tokens of the longest trajectory: prompt and response, at most the `context` (0 is not bounded).
+
+        Answers of tools and environments count in the response. But an environment may add to the prompt itself at its reset, and
+        only the context bounds that.
+        """
+        if environment.path and context:
+            return context
+        longest = self.tokens + max_new_tokens
+        return min(longest, context) if context else longest
 
 
 def longest_prompt(recipe: Recipe, unmade: Collection[str] = ()) -> PromptLength | None:
@@ -30,13 +50,13 @@ def longest_prompt(recipe: Recipe, unmade: Collection[str] = ()) -> PromptLength
         folder = find_checkpoint(recipe.model.path)
         sets: list[tuple[DataSettings, list[Any]]] = [(recipe.data, check_data(recipe.data, _SAMPLE_ROWS).prompts)]
         sets += [(settings, found.prompts) for settings, found in check_evaluation(recipe)]
-        lengths = [_longest(prompts, folder, settings, recipe) for settings, prompts in sets]
+        lengths = [_longest(prompts, folder, settings, recipe.environment) for settings, prompts in sets]
     except (SettingError, UnusablePrompt, OSError):
         return None
     return PromptLength(max(lengths), sum(len(prompts) for _, prompts in sets))
 
 
-def _longest(prompts: list[Any], folder: Path, settings: DataSettings, recipe: Recipe) -> int:
+def _longest(prompts: list[Any], folder: Path, settings: DataSettings, environment: EnvironmentSettings) -> int:
     candidates = sorted(prompts, key=_num_bytes, reverse=True)[:_TOKENIZED]
     file = folder / "tokenizer.json"
     if file.exists() and all(isinstance(prompt, str) for prompt in candidates):
@@ -48,7 +68,7 @@ def _longest(prompts: list[Any], folder: Path, settings: DataSettings, recipe: R
     from ...rollout.environments.tools import tool_schemas
     from ...trainer.policy.model import load_tokenizer
 
-    form = load_tokenizer(folder), settings, tool_schemas(recipe.environment)
+    form = load_tokenizer(folder), settings, tool_schemas(environment)
     return max(len(prompt_tokens({"prompt": prompt}, *form)) for prompt in candidates)
 
 

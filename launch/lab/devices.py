@@ -23,7 +23,7 @@ class Devices:
     @staticmethod
     def of(recipe: Recipe, num_gpus: int | None = None) -> "Devices":
         """The devices of an emulated recipe, or `num_gpus` like them. Raises `SettingError` for too few."""
-        e = lab_of(recipe)
+        e = lab_of(recipe.lab)
         if e.colocated:
             raise SettingError("lab.colocated: colocated devices have no split to plan")
         total = e.train_gpus + e.gpus_per_rollout * recipe.roles.rollout if num_gpus is None else num_gpus
@@ -33,10 +33,10 @@ class Devices:
 
     @property
     def most_rollouts(self) -> int:
-        return (self.num_gpus - 1) // lab_of(self.recipe).gpus_per_rollout
+        return (self.num_gpus - 1) // lab_of(self.recipe.lab).gpus_per_rollout
 
     def train_gpus(self, knobs: Knobs) -> int:
-        return self.num_gpus - lab_of(self.recipe).gpus_per_rollout * knobs.rollouts
+        return self.num_gpus - lab_of(self.recipe.lab).gpus_per_rollout * knobs.rollouts
 
     @property
     def own(self) -> Knobs:
@@ -47,7 +47,7 @@ class Devices:
     def balanced(self) -> Knobs:
         """The split at which full rollouts generate as fast as the trainer trains, by means alone: the climb's start."""
         recipe = self.recipe
-        e = lab_of(self.recipe)
+        e = lab_of(self.recipe.lab)
         longest = recipe.sampling.max_new_tokens
         most = recipe.generator.max_running
         lengths = [response_length(recipe.run.seed, number, e, longest) for number in range(SAMPLE)]

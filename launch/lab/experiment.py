@@ -42,7 +42,9 @@ class Experiment:
         run_dir = self.home / folder
         recipe = self.recipe_with(folder, settings)
         if not recipe.data.path:
-            recipe = self.recipe_with(folder, {**settings, "data.path": self._prompts(recipe)})
+            recipe = self.recipe_with(
+                folder, {**settings, "data.path": self._prompts(recipe.run.steps * recipe.batch.prompts_per_step)}
+            )
         if (figures := _kept(run_dir, recipe)) is not None:
             return figures
         if (run_dir / "journal.jsonl").exists():
@@ -63,11 +65,10 @@ class Experiment:
         words = [*(f"{key}={value}" for key, value in settings.items()), f"run.dir={self.home / folder}"]
         return read_recipe(self.recipe, [*self.overrides, *words])
 
-    def _prompts(self, recipe: Recipe) -> Path:
+    def _prompts(self, num_rows: int) -> Path:
         """Rows for all groups of the run; an emulated rollout does not read them."""
         path = self.home / "prompts.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        num_rows = recipe.run.steps * recipe.batch.prompts_per_step
         path.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(num_rows)), encoding="utf-8")
         return path
 

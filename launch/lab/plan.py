@@ -20,17 +20,16 @@ from msgspec import structs
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...trainer.policy.checkpoint_files import find_checkpoint
-from ..config.checks import is_emulated
 from ..config.gpus import Gpus
 from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
 from ..config.memory_plan import MemoryPlan
 from ..config.model_files import read_config
-from ..placement import count_ranks, place_ranks
+from ..placement import place_ranks
 from .devices import Devices
 from .experiment import Experiment, exit_code
 from .figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
 from .profile import emulated_recipe, measured_part, profile_of, relay_seconds
-from .settings import lab_of, with_lab
+from .settings import lab_of
 from .tuning import Knobs, climb
 from .warm_up import warm_up
 
@@ -63,7 +62,7 @@ class Simulation:
         """The figures of a run whose micro-batches are `times` as large as the recipe's; all GPUs that train share one."""
         recipe = self.devices.recipe
         train_gpus = self.devices.train_gpus(knobs)
-        micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // lab_of(recipe).train_gpus)
+        micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // lab_of(recipe.lab).train_gpus)
         settings = {**knobs.settings, "lab.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
         folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
         return self.experiment.run(folder, settings)
@@ -76,7 +75,7 @@ class Simulation:
     def micro_batches(self, knobs: Knobs, most: float) -> int:
         """How many times as large micro-batches should be: doubled, up to `most` times, as long as that gains 1 % in tokens/s."""
         times = 1
-        costs_time = lab_of(self.devices.recipe).micro_batch_s > 0
+        costs_time = lab_of(self.devices.recipe.lab).micro_batch_s > 0
         while costs_time and 2 * times <= most:
             if self.figures(knobs, 2 * times).tokens_per_s < WORTH * self.figures(knobs, times).tokens_per_s:
                 break
@@ -138,20 +137,20 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
         raise SettingError(f"--steps (or run.steps): at least {LEAST_STEPS}, to be measured; --runs: at least 1")
     home = Path(f"{recipe.run.dir}-plan")
     run = arguments.run
-    if run is None and not is_emulated(recipe):
+    if run is None and not recipe.is_emulated:
         run = home / "warm-up"
         warm_up(arguments.recipe, arguments.overrides, run)
     job: MeasuredJob | None = None
     if run is not None:
         measured = _recipe_of(run)
         own = _emulated(measured, run, measured, steps)
-        if is_emulated(measured) != is_emulated(recipe):
+        if measured.is_emulated != recipe.is_emulated:
             raise SettingError("--from: the recipe and the run must both emulate their devices, or neither")
         simulation = Simulation.of(Devices.of(own), home)
         predicted = simulation.figures(simulation.devices.own)
         print("\n".join(comparison(predicted, measured_figures(run), simulation.devices)), flush=True)
-        if not is_emulated(recipe):
-            job = MeasuredJob(recipe, relay_seconds(run, measured), measured.roles.relay or 1)
+        if not recipe.is_emulated:
+            job = MeasuredJob(recipe, relay_seconds(run, measured.roles.relay or 1), measured.roles.relay or 1)
         recipe = _emulated(recipe, run, measured, steps)
     else:
         recipe = structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
@@ -168,9 +167,9 @@ def _recipe_of(run: Path) -> Recipe:
 
 def _emulated(recipe: Recipe, run: Path, measured: Recipe, steps: int) -> Recipe:
     """A recipe on the devices that `run` measured; those of an emulated run are known."""
-    if is_emulated(measured):
-        devices = structs.replace(lab_of(measured), train_gpus=lab_of(recipe).train_gpus)
-        recipe = with_lab(recipe, devices)
+    if measured.is_emulated:
+        devices = structs.replace(lab_of(measured.lab), train_gpus=lab_of(recipe.lab).train_gpus)
+        recipe = structs.replace(recipe, lab=msgspec.to_builtins(devices))
     else:
         recipe = emulated_recipe(recipe, profile_of(run, measured))
     return structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
@@ -195,7 +194,7 @@ def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Itera
 def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> Iterator[str]:
     """The proposed settings, and their figures beside those of the present split, where that is one of these devices."""
     devices = simulation.devices
-    e = lab_of(devices.recipe)
+    e = lab_of(devices.recipe.lab)
     own = devices.own
     micro_tokens = (devices.recipe if job is None else job.recipe).optimizer.micro_batch
     most = None if job is None else most_micro_tokens(job.with_split(devices, best))
@@ -230,7 +229,7 @@ def most_micro_tokens(recipe: Recipe) -> int | None:
     gpus = Gpus.of_this_host()
     if not gpus.gb:
         return None
-    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp)
+    places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
     names = tuple(str(place.slot) for place in places if place.slot is not None)
     try:
         config = read_config(find_checkpoint(recipe.model.path))
@@ -250,7 +249,7 @@ def _micro_batch_line(micro_batch_s: float, figures: Figures, most: int | None) 
 
 
 def _split(devices: Devices, knobs: Knobs) -> str:
-    per_rollout = lab_of(devices.recipe).gpus_per_rollout
+    per_rollout = lab_of(devices.recipe.lab).gpus_per_rollout
     relays = devices.recipe.roles.relay or "one a host"
     return (
         f"actor {devices.train_gpus(knobs)} : relay {relays} : rollout {knobs.rollouts} (x {per_rollout}), "

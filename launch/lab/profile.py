@@ -72,16 +72,18 @@ def profile_of(run_dir: Path, recipe: Recipe) -> LabSettings:
         stretch=max(1, min(32, int(responses) // _STEPS_PER_CHECK)),
         gpus_per_rollout=recipe.rollout.tp,
         **_generators(timeline, window, num_leases * num_prompt),
-        **_trainer(timeline.spans["actor-0"], window.first, steps, recipe),
+        **_trainer(
+            timeline.spans["actor-0"], window.first, steps, recipe.roles.actor, recipe.batch.updates_per_version
+        ),
         **_weights(timeline, window, steps, recipe.rollout.tp),
     )
 
 
-def relay_seconds(run_dir: Path, recipe: Recipe) -> float:
-    """Seconds of a processor that the relays together take for a trained token, in the run of `recipe` in `run_dir`."""
+def relay_seconds(run_dir: Path, num_relays: int) -> float:
+    """Seconds of a processor that the relays together take for a trained token, in the run in `run_dir`."""
     steps = _steps(run_dir)[WARM_UP_STEPS:-LAST_STEPS]
     busy = [(1 - step.get("idle/relay", 1.0)) * step["timing_s/step"] for step in steps]
-    return (recipe.roles.relay or 1) * sum(busy) / sum(map(_num_tokens, steps))
+    return num_relays * sum(busy) / sum(map(_num_tokens, steps))
 
 
 def emulated_recipe(recipe: Recipe, profile: LabSettings) -> Recipe:
@@ -202,7 +204,9 @@ def _generators(timeline: Timeline, window: Window, num_prefilled: int) -> dict[
     }
 
 
-def _trainer(spans: Sequence[Span], first: int, steps: Sequence[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
+def _trainer(
+    spans: Sequence[Span], first: int, steps: Sequence[dict[str, Any]], actors: int, num_updates: int
+) -> dict[str, Any]:
     """Times of a token, an update and a micro-batch, from each step's training; fetching rows that are ready counts with the update."""
     seconds: defaultdict[int, float] = defaultdict(float)
     for span in spans:
@@ -212,11 +216,10 @@ def _trainer(spans: Sequence[Span], first: int, steps: Sequence[dict[str, Any]],
     tokens, micro_batches = np.array([(_num_tokens(step), step.get("perf/micro_batches", 0.0)) for step in steps]).T
     update_s, token_s, micro_batch_s = training_costs(tokens, micro_batches, np.array(trained))
     update_s += fmean(map(_fetch_s, steps))
-    actors = recipe.roles.actor
     return {
         "train_gpus": actors,
         "train_us": token_s * actors * 1e6,
-        "update_s": update_s / recipe.batch.updates_per_version,
+        "update_s": update_s / num_updates,
         "micro_batch_s": micro_batch_s,
     }
 

@@ -1,15 +1,16 @@
 """The settings `lab.*`, which only the lab reads: a recipe holds them as they are written."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from msgspec import inspect as kinds
 
 from ...comm.errors import SettingError
-from ...comm.recipe import Recipe
+from ...comm.recipe import ScheduleName
 from ...comm.recipe.fields import AtLeastOne, Count, NotNegative, Positive
 from ..config.help import setting_lines
 from ..config.values import describe, show_value, typed_value
@@ -80,11 +81,11 @@ def lab_fields() -> dict[str, kinds.Field]:
     return {entry.name: entry for entry in kinds.type_info(LabSettings).fields}  # pyright: ignore
 
 
-def lab_of(recipe: Recipe) -> LabSettings:
-    """The settings of a recipe for the lab; raises `SettingError` for one that is unknown or not allowed."""
+def lab_of(given: Mapping[str, Any]) -> LabSettings:
+    """The settings `lab.*` of a recipe; raises `SettingError` for one that is unknown or not allowed."""
     known = lab_fields()
     typed: dict[str, object] = {}
-    for name, value in recipe.lab.items():
+    for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"the nearest is 'lab.{near[0]}'" if near else "python -m headrace.launch.lab --help lists all"
@@ -98,14 +99,9 @@ def lab_of(recipe: Recipe) -> LabSettings:
     return msgspec.convert(typed, LabSettings, strict=False)
 
 
-def with_lab(recipe: Recipe, settings: LabSettings) -> Recipe:
-    """The recipe with other settings for the lab."""
-    return msgspec.structs.replace(recipe, lab=msgspec.to_builtins(settings))
-
-
-def check_lab(recipe: Recipe) -> None:
-    """The settings of an emulated recipe are known, and fit the schedule."""
-    if lab_of(recipe).colocated and recipe.run.schedule != "sync":
+def check_lab(given: Mapping[str, Any], schedule: ScheduleName) -> None:
+    """The settings of an emulated recipe are known, and fit `run.schedule`."""
+    if lab_of(given).colocated and schedule != "sync":
         raise SettingError("lab.colocated: only run.schedule=sync lets trainer and rollouts take turns")
 
 

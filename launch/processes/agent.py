@@ -21,7 +21,7 @@ from pathlib import Path
 from ...comm.environment import JOINING, NUM_THREADS
 from ...comm.errors import SettingError
 from ...comm.process_tree import children_of, kill_tree
-from ...comm.recipe import Recipe
+from ...comm.recipe import Recipe, RoleSettings
 from ..config.load import CONFIG_FILE
 from ..config.run_folder import FolderWatch, make_run_folder, remove_empty
 from ..hosts import RANKS_OF_HOSTS
@@ -80,11 +80,11 @@ class Hosts:
             raise SettingError(f"--node-rank={hosts.node_rank} must be below --nnodes={hosts.nnodes}")
         return hosts
 
-    def ranks(self, recipe: Recipe) -> list[int]:
-        """Ranks on each host. Raises `SettingError` if the roles of the recipe do not fill the hosts."""
+    def ranks(self, roles: RoleSettings) -> list[int]:
+        """Ranks on each host. Raises `SettingError` if the roles do not fill the hosts."""
         if len(self.nproc_per_node) > 1:
             return list(self.nproc_per_node)
-        wanted = count_ranks(recipe.roles, self.nnodes)
+        wanted = count_ranks(roles, self.nnodes)
         if self.nproc_per_node or wanted % self.nnodes == 0:
             return [*(self.nproc_per_node or [wanted // self.nnodes])] * self.nnodes
         raise SettingError(
@@ -92,9 +92,9 @@ class Hosts:
             " give each host its own number, such as --nproc-per-node 4,4,1"
         )
 
-    def torchrun_options(self, recipe: Recipe) -> list[str]:
+    def torchrun_options(self, roles: RoleSettings) -> list[str]:
         """The options of torchrun on this host."""
-        ranks = ["--nproc-per-node", str(self.ranks(recipe)[self.node_rank])]
+        ranks = ["--nproc-per-node", str(self.ranks(roles)[self.node_rank])]
         if self.nnodes == 1:
             return ["--standalone", *ranks]
         place = ["--nnodes", str(self.nnodes), "--node-rank", str(self.node_rank)]
@@ -120,7 +120,13 @@ class Torchrun:
         self._grace_s = SHUTDOWN_S + recipe.checkpoint.grace_s
         self._hosts = hosts
         self._logs = self._run_dir / "logs" / f"torchrun-{hosts.node_rank}"  # empty files, which it would leave in /tmp
-        options = [*hosts.torchrun_options(recipe), "--log-dir", str(self._logs), "--signals-to-handle", _END.name]
+        options = [
+            *hosts.torchrun_options(recipe.roles),
+            "--log-dir",
+            str(self._logs),
+            "--signals-to-handle",
+            _END.name,
+        ]
         words = words or [str(self._run_dir / CONFIG_FILE)]
         self._command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "headrace.launch.run", *words]
         self._deadline = float("inf")

@@ -7,7 +7,7 @@ from ...comm.mailbox import Mailbox, StoreMailboxes
 from ...comm.messages import Failed, Stop
 from ...comm.recipe import Recipe
 from ...comm.store.client import StoreClient
-from ..placement import count_ranks, place_ranks
+from ..placement import place_ranks
 
 _CONNECT_S = 10.0
 
@@ -23,7 +23,7 @@ def report_failure(mailbox: Mailbox, recipe: Recipe, role: str, error: str, exit
         write_summary(Path(recipe.run.dir), {"status": "failed", "error": error, "exit_code": exit_code})
     except (OSError, HeadraceError) as lost:
         print(f"{error}; summary.json is not written: {lost}", flush=True)
-    for place in place_ranks(recipe.roles, [count_ranks(recipe.roles)], recipe.rollout.tp):
+    for place in place_ranks(recipe.roles, tp=recipe.rollout.tp):
         if place.role != "shard":  # a shard ends with its rollout
             mailbox.send(place.name, Stop("failed"))
 

@@ -15,7 +15,7 @@ from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
-from ..config.dry_run import DryRun, HostCheck
+from ..config.dry_run import DryRun, check_host
 from ..config.gpus import Gpus
 from ..config.load import read_recipe, save_recipe
 from ..config.memory_plan import with_micro_tokens
@@ -56,7 +56,7 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], dry_run: DryRun 
                 for warning in replace(dry_run, hosts=hosts).of(recipe):
                     print_message(f"warning: {warning}")
             return 0
-        if (step := finished_after(recipe)) is not None:
+        if (step := finished_after(recipe.run)) is not None:
             if is_first:
                 tell_finished(step)
             return 0
@@ -81,31 +81,27 @@ def prepare(recipe: Recipe) -> IO[bytes]:
 
     recipe = with_micro_tokens(recipe, Gpus.of_this_host())
     warnings = check_recipe(recipe)
-    memory = HostCheck.of(recipe)
+    on_host, planned = check_host(recipe)
     run_dir = Path(recipe.run.dir)
     lock = lock_run_folder(make_run_folder(run_dir))
     try:
-        check_run_folder(recipe)  # a run may have begun, and ended, since the first look
-        _make_ready(recipe, run_dir, [*warnings, *memory.warnings])
-        write_planned(run_dir, memory.planned)
+        check_run_folder(recipe.run)  # a run may have begun, and ended, since the first look
+        for warning in (*warnings, *on_host):
+            print_message(f"warning: {warning}")
+        for line in prepare_folder(recipe):
+            print_message(line)
+        if recipe.lora.rank and recipe.lora.path:
+            from ...trainer.policy.adapter_files import keep_start
+
+            keep_start(recipe.run.dir, recipe.lora)
+        save_recipe(recipe)
+        create_secret(run_dir)
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        write_planned(run_dir, planned)
     except BaseException:
         lock.close()
         raise
     return lock
-
-
-def _make_ready(recipe: Recipe, run_dir: Path, warnings: Sequence[str]) -> None:
-    for warning in warnings:
-        print_message(f"warning: {warning}")
-    for line in prepare_folder(recipe):
-        print_message(line)
-    if recipe.lora.rank and recipe.lora.path:
-        from ...trainer.policy.adapter_files import keep_start
-
-        keep_start(recipe)
-    save_recipe(recipe)
-    create_secret(run_dir)
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def tell_finished(step: int) -> None:

@@ -120,7 +120,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     try:
         fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
     except SettingError as error:
-        return _refuse(address, recipe, str(error))
+        return _refuse(address, Path(recipe.run.dir), str(error))
     mailbox = fleet.open_mailbox(f"{fleet.name}/worker")
     signals.report_by(mailbox)
 
@@ -149,11 +149,11 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
     return code
 
 
-def _refuse(address: str, recipe: Recipe, reason: str) -> int:
+def _refuse(address: str, run_dir: Path, reason: str) -> int:
     """End the run because this process cannot join it; returns the exit code."""
     reason = f"{reason} (on host {socket.gethostname()})"
     if JOINING not in os.environ:
-        store = StoreClient.connect(address, read_secret(Path(recipe.run.dir)), _REFUSE_S)
+        store = StoreClient.connect(address, read_secret(run_dir), _REFUSE_S)
         store.set(REFUSAL_KEY, reason.encode())
         store.close()
     sys.stderr.write(f"{reason}\n")
@@ -208,7 +208,7 @@ def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> in
         text = describe_full_gpu(role, error)
         sys.stderr.write(f"{text}\n")  # the last line of the log, which the supervisor prints
     is_stuck = role == "actor" and isinstance(error, WaitTimeout)  # another process is at fault
-    if is_stuck or not is_restartable(role, recipe):
+    if is_stuck or not is_restartable(role, recipe.run, recipe.trainer):
         report_failure(mailbox, recipe, role, text, exit_code=1)
     elif role == "actor":
         from ...comm.messages import ActorFailed

@@ -280,7 +280,7 @@ class Supervisor:
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
         now = time.monotonic()
-        can_restart = is_restartable(role, self.recipe)
+        can_restart = is_restartable(role, self.recipe.run, self.recipe.trainer)
         is_expected = can_restart or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGQUIT, -signal.SIGKILL)
         if self.is_over() and is_expected and code != 2:
             return  # the run does not need it any more
@@ -424,7 +424,7 @@ def supervise(recipe: Recipe, store_address: str, joining: Sequence[Placement] =
     gpus = Gpus.of_this_host().names
     if not gpus and os.environ.get("LOCAL_RANK") == "0":
         print_message("no GPU is visible here; all processes of this host run on the CPU")
-    device = visible_devices(placement, gpus, staging_gpu(recipe, placements, placement.host, gpus))
+    device = visible_devices(placement, gpus, staging_gpu(recipe.comm.link, placements, placement.host, gpus))
     supervisor = Supervisor(
         recipe, placement, sum(hosts), hosts_store=not store_address, store_address=store_address, device=device
     )

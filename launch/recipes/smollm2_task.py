@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...comm.recipe import Recipe
+from ...comm.recipe import EvalSettings, Recipe
 from ...relay.journal.evaluations import EVALUATIONS_FILE
 from ..processes.child import print_message
 from . import addition, smollm2, step_speed
@@ -36,7 +36,7 @@ def missing_parts(recipe: Recipe) -> dict[str, str]:
     if not recipe.model.path:
         parts["model.path"] = str(smollm2.folder())
     if not recipe.data.path:
-        home = data_folder(recipe)
+        home = data_folder(recipe.run.seed)
         parts["data.path"] = str(home / addition.PROMPTS_FILE)
         if not recipe.reward.path:
             parts["reward.path"] = f"{Path(addition.__file__)}:score"
@@ -45,9 +45,9 @@ def missing_parts(recipe: Recipe) -> dict[str, str]:
     return parts
 
 
-def data_folder(recipe: Recipe) -> Path:
+def data_folder(seed: int) -> Path:
     """Where the prompts of a seed are."""
-    return Path("runs") / "smollm2-data" / f"seed-{recipe.run.seed}"
+    return Path("runs") / "smollm2-data" / f"seed-{seed}"
 
 
 def announce(recipe: Recipe, *, chooses_type: bool) -> list[str]:
@@ -72,14 +72,14 @@ def announce(recipe: Recipe, *, chooses_type: bool) -> list[str]:
     return further
 
 
-def show_progress(recipe: Recipe) -> None:
+def show_progress(run_dir: Path, settings: EvalSettings) -> None:
     """Print what the model answered before and after training, and how often it was right."""
-    for name, answers in _by_file(Path(recipe.run.dir) / EVALUATIONS_FILE).items():
+    for name, answers in _by_file(run_dir / EVALUATIONS_FILE).items():
         first = min(answers)
         last = max(answers)
         before = answers[first]
         after = answers[last]
-        rows = [json.loads(line) for line in _lines_of(recipe, name)]
+        rows = [json.loads(line) for line in _lines_of(settings, name)]
         if first == last or not rows:
             continue
         width = max(len(_question(row)) for row in rows[:SHOWN])
@@ -104,8 +104,8 @@ def _by_file(path: Path) -> dict[str, dict[int, Answers]]:
     return found
 
 
-def _lines_of(recipe: Recipe, name: str) -> Iterator[str]:
-    for path in map(Path, recipe.eval.paths):
+def _lines_of(settings: EvalSettings, name: str) -> Iterator[str]:
+    for path in map(Path, settings.paths):
         if path.stem == name and path.suffix == ".jsonl":
             yield from path.read_text(encoding="utf-8").splitlines()
 

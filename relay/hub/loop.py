@@ -76,17 +76,19 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     queue = recipe.queue
     tasks = pipeline(recipe.queue, recipe.algorithm)
     mailbox = fleet.open_mailbox("hub")
-    pool = open_prompts(recipe)
+    pool = open_prompts(recipe.data, recipe.run.seed)
     check_journal_is_there(Path(recipe.run.dir), fleet.incarnation)
-    state, journal = open_journal(Path(recipe.run.dir), recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
-    schedule = schedule_of(recipe)
+    state, journal = open_journal(recipe, tasks[TRAIN].needs, fleet.run_id, clock, pool.sizes)
+    schedule = schedule_of(recipe.run, recipe.rollout)
     sampler = open_sampler(queue.sampler)
     calls_s = (recipe.comm.deadline_s, recipe.reward.timeout_s, recipe.environment.timeout_s)
     micro_tokens = recipe.optimizer.micro_batch * recipe.roles.actor
     admission = Admission(recipe.batch, queue, recipe.run.steps, schedule, sampler, micro_tokens)
+    evaluation = open_evaluation(recipe.data, recipe.eval, recipe.run.steps, recipe.num_replicas)
+    curriculum = open_curriculum(recipe.data.curriculum, recipe.run.seed)
     return Hub(
         mailbox, state, journal, pool, admission, queue, recipe.repack, clock.now, tasks, clock.wall,
-        evaluation=open_evaluation(recipe), curriculum=open_curriculum(recipe), patience_s=max(PATIENCE_S, 4 * max(calls_s)),
+        evaluation=evaluation, curriculum=curriculum, patience_s=max(PATIENCE_S, 4 * max(calls_s)),
     )  # fmt: skip
 
 

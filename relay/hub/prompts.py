@@ -15,7 +15,7 @@ from ...comm.disk import say
 from ...comm.errors import SettingError, is_power_of_ten
 from ...comm.messages import GroupId, PromptRefused
 from ...comm.plugins import load_object
-from ...comm.recipe import Recipe
+from ...comm.recipe import DataSettings
 from ..dataset.opening import open_rows
 from ..dataset.order import MixedPrompts, PromptPool, PromptSource
 from ..dataset.rows import row_problem
@@ -47,16 +47,13 @@ class Curriculum:
         return drawn < chance
 
 
-def open_curriculum(recipe: Recipe) -> Curriculum | None:
-    """The curriculum of a recipe, None without one. Raises `SettingError` and the errors of the user's file."""
-    path = recipe.data.curriculum
-    return Curriculum(load_object("data.curriculum", path), recipe.run.seed) if path else None
+def open_curriculum(path: str, seed: int) -> Curriculum | None:
+    """The curriculum that `data.curriculum` names, None without one. Raises `SettingError` and the errors of the user's file."""
+    return Curriculum(load_object("data.curriculum", path), seed) if path else None
 
 
-def open_prompts(recipe: Recipe) -> PromptSource:
-    """The prompts that `data.*` describes, in the order of a run. Raises `SettingError`."""
-    settings = recipe.data
-    seed = recipe.run.seed
+def open_prompts(settings: DataSettings, seed: int) -> PromptSource:
+    """The prompts of the data, in the order of a run. Raises `SettingError`."""
     each = [open_rows(msgspec.structs.replace(settings, path=path)) for path in settings.paths]
     pools = [PromptPool(rows, shuffle=settings.shuffle, seed=seed) for rows in each]
     return pools[0] if len(pools) == 1 else MixedPrompts(pools, settings.weights or [len(rows) for rows in each], seed)

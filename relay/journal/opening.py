@@ -8,7 +8,7 @@ import msgspec
 from ...comm.clock import Clock
 from ...comm.disk import DiskReserve
 from ...comm.errors import SettingError
-from ...comm.recipe import Recipe
+from ...comm.recipe import DataSettings, Recipe
 from . import events as ev
 from .journal import Journal, last_opened, replay
 from .state import HubState, apply
@@ -26,14 +26,15 @@ def check_journal_is_there(run_dir: Path, incarnation: int) -> None:
 
 
 def open_journal(
-    run_dir: Path, recipe: Recipe, needs: Iterable[str], run_id: str, clock: Clock, num_rows: tuple[int, ...] = ()
+    recipe: Recipe, needs: Iterable[str], run_id: str, clock: Clock, num_rows: tuple[int, ...] = ()
 ) -> tuple[HubState, Journal]:
-    """The journal of a run folder, and the state after its last event.
+    """The journal in `run.dir`, and the state after its last event.
 
     It is new, or continued at its end: by the next process of the same run's hub, or by a run that is resumed. The launcher has cut that
     one's journal where the run continues.
     needs: the columns that training needs besides those of the rollout. num_rows: those of each set of the data.
     """
+    run_dir = Path(recipe.run.dir)
     path = run_dir / "journal.jsonl"
     samples = recipe.batch.samples_per_prompt
     opened = ev.Opened(
@@ -44,7 +45,7 @@ def open_journal(
     if path.exists() and not is_same_run and recipe.run.resume != "auto":
         raise SettingError(f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir")
     if before is not None:
-        _check_same_data(before, opened, recipe)
+        _check_same_data(before, opened, run_dir, recipe.data)
     deadline_s = recipe.comm.deadline_s / 2  # the other processes wait for the hub while it waits for room
     journal = Journal(path, deadline_s, DiskReserve(run_dir))
     state = replay(path)
@@ -55,17 +56,15 @@ def open_journal(
     return state, journal
 
 
-def _check_same_data(before: ev.Opened, opened: ev.Opened, recipe: Recipe) -> None:
+def _check_same_data(before: ev.Opened, opened: ev.Opened, run_dir: Path, data: DataSettings) -> None:
     """Raise `SettingError` if the size of groups or the number of rows of a data set has changed: the order of the data depends on both."""
     if before.samples_per_prompt != opened.samples_per_prompt:
-        raise SettingError(
-            f"batch.samples_per_prompt: the run in {recipe.run.dir} began with {before.samples_per_prompt}"
-        )
+        raise SettingError(f"batch.samples_per_prompt: the run in {run_dir} began with {before.samples_per_prompt}")
     if before.num_rows and len(before.num_rows) != len(opened.num_rows):
-        raise SettingError(f"data.path: the run in {recipe.run.dir} began with {len(before.num_rows)} sets")
-    for path, had, has in zip(recipe.data.paths, before.num_rows, opened.num_rows, strict=False):
+        raise SettingError(f"data.path: the run in {run_dir} began with {len(before.num_rows)} sets")
+    for path, had, has in zip(data.paths, before.num_rows, opened.num_rows, strict=False):
         if had != has:
             raise SettingError(
-                f"data.path: {path} has {has} rows, and the run in {recipe.run.dir} began with {had}; correct rows in their"
+                f"data.path: {path} has {has} rows, and the run in {run_dir} began with {had}; correct rows in their"
                 " places, or set another run.dir"
             )

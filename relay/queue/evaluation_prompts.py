@@ -7,7 +7,7 @@ import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.messages.base import GroupId
-from ...comm.recipe import DataSettings, EvalSettings, Recipe
+from ...comm.recipe import DataSettings, EvalSettings
 from ..dataset.opening import open_rows
 from ..dataset.rows import DatasetRows
 from ..dataset.user_rows import is_python
@@ -68,7 +68,9 @@ def evaluation_data(data: DataSettings, settings: EvalSettings) -> dict[str, Dat
     }
 
 
-def open_evaluation(recipe: Recipe) -> EvaluationPrompts | None:
-    """The evaluation of a recipe, None without one. Raises `SettingError` for prompts that cannot be read."""
-    rows = {name: open_rows(data) for name, data in evaluation_data(recipe.data, recipe.eval).items()}
-    return EvaluationPrompts(rows, recipe.eval, recipe.run.steps, recipe.num_replicas) if rows else None
+def open_evaluation(
+    data: DataSettings, settings: EvalSettings, num_steps: int, num_shares: int
+) -> EvaluationPrompts | None:
+    """The evaluation that the settings ask for, None without one. Raises `SettingError` for prompts that cannot be read."""
+    rows = {name: open_rows(each) for name, each in evaluation_data(data, settings).items()}
+    return EvaluationPrompts(rows, settings, num_steps, num_shares) if rows else None

@@ -14,7 +14,7 @@ In all but the last two, batches do not overlap: one is generated completely bef
 import math
 from dataclasses import dataclass, replace
 
-from ...comm.recipe import Recipe, ScheduleName
+from ...comm.recipe import RolloutSettings, RunSettings, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def schedule_of(recipe: Recipe) -> Schedule:
-    """The schedule that a recipe chooses, with its `rollout.max_age`."""
-    schedule = SCHEDULES[recipe.run.schedule]
-    max_age = recipe.rollout.max_age
-    return schedule if max_age is None else replace(schedule, max_age=max_age)
+def schedule_of(run: RunSettings, rollout: RolloutSettings) -> Schedule:
+    """The schedule that `run.schedule` chooses, with `rollout.max_age`."""
+    schedule = SCHEDULES[run.schedule]
+    return schedule if rollout.max_age is None else replace(schedule, max_age=rollout.max_age)

@@ -37,8 +37,9 @@ from .teams import CallerTeam, SingleRank, ThreadTeam
 if TYPE_CHECKING:
     from ...comm.mailbox import Mailbox
 
+PLACES = 2
+"""Batches that wait for `next`."""
 _CLOSE_S = 30.0
-
 
 NeedsGradient = Callable[[GroupRef], bool]
 AfterLastStep = EvaluationResult | EvaluationsDone
@@ -52,7 +53,7 @@ class RowFetcher:
     """A thread that requests rows and fetches this rank's share of them ahead of `next`.
 
     `max_tokens` is the size of a micro-batch. `steps` are the optimizer steps to take groups for; the thread ends with the last.
-    The caller has the evaluations up to version `evaluated`. Up to `prefetch` + 1 batches wait for `next`.
+    The caller has the evaluations up to version `evaluated`.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class RowFetcher:
         *,
         max_tokens: int,
         steps: range,
-        prefetch: int,
         evaluated: int,
         needs_gradient: NeedsGradient,
     ) -> None:
@@ -76,7 +76,7 @@ class RowFetcher:
         self._steps = steps
         self._evaluated = evaluated
         self._needs_gradient = needs_gradient
-        self._free_places = threads.new_semaphore(prefetch + 1)
+        self._free_places = threads.new_semaphore(PLACES)
         self._ahead: queue.Queue[Batch | AfterLastStep | StillEvaluating | Exception] = threads.new_queue()
         self._thread = threads.new_thread(self._run, "experience stream")
 
@@ -209,7 +209,6 @@ class ExperienceStream:
         *,
         steps: range = range(0),
         max_tokens: int = 1 << 14,
-        prefetch: int = 1,
         evaluated: int = -1,
         needs_gradient: NeedsGradient = lambda _: True,
         thread_team: ThreadTeam | None = None,
@@ -224,7 +223,7 @@ class ExperienceStream:
         self._requester = RowRequester(mailbox, tasks, max_tokens * team.size)
         self._fetcher = RowFetcher(
             self._requester, storage, columns, team,
-            max_tokens=max_tokens, steps=steps, prefetch=prefetch, evaluated=evaluated, needs_gradient=needs_gradient,
+            max_tokens=max_tokens, steps=steps, evaluated=evaluated, needs_gradient=needs_gradient,
         )  # fmt: skip
 
     def start(self) -> "ExperienceStream":

@@ -49,7 +49,7 @@ class DecodeGraphs:
         self._sizes = [*(size for size in (1, 2, 4) if size < max_running), *range(8, max_running, 8), max_running]
         """Numbers of rows with a graph of their own."""
         page_size = attention.cache.page_size
-        self._widths = [*_powers(_NARROWEST // page_size or 1, _WIDER, max_pages), max_pages]
+        self._widths = [*_powers(_NARROWEST // page_size or 1, max_pages), max_pages]
         """Pages of the longest row, likewise: a launch has a program for each part of the widest row's pages."""
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._tokens, self._positions, self._num_drawn, self._keys = (
@@ -132,10 +132,10 @@ class DecodeGraphs:
         return graph
 
 
-def _powers(first: int, factor: int, end: int) -> list[int]:
-    """first, first * factor, ... below `end`."""
+def _powers(first: int, end: int) -> list[int]:
+    """`first`, and each time `_WIDER` times as many, below `end`."""
     found: list[int] = []
     while first < end:
         found.append(first)
-        first *= factor
+        first *= _WIDER
     return found

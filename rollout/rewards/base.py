@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from ...comm.plugins import load_object
-from ...comm.recipe import Recipe
+from ...comm.recipe import RewardSettings
 from .calls import ScoreRequest
 from .pool import RewardPool
 
@@ -29,8 +29,8 @@ class Rewards(Protocol):
         ...
 
 
-def open_rewards(recipe: Recipe) -> Rewards:
-    """The reward functions in processes of their own. Emulated trajectories have no text that they could score."""
-    if recipe.rollout.engine == "emulated":
+def open_rewards(settings: RewardSettings, num_steps: int, engine: str) -> Rewards:
+    """The reward functions in processes of their own. The trajectories of `rollout.engine=emulated` have no text that they could score."""
+    if engine == "emulated":
         return load_object("rollout.engine", "headrace.launch.lab.emulated.rewards:EmulatedRewards")()
-    return RewardPool(recipe.reward, recipe.run.steps).start()
+    return RewardPool(settings, num_steps).start()

@@ -288,7 +288,7 @@ def test_schedules_are_compared_in_virtual_time_at_a_fixed_batch(tmp_path: Path,
 def test_the_devices_of_other_models_follow_from_the_shares_of_the_hardware_that_32b_uses(
     model: str, billions: float, layers: int, kv_heads: int
 ):
-    base, other = LabSettings(), lab_of(read_recipe(RECIPE.with_name(f"emulated-{model}.yaml"), []))
+    base, other = LabSettings(), lab_of(read_recipe(RECIPE.with_name(f"emulated-{model}.yaml"), []).lab)
     larger, gpus = billions / 32.5, other.gpus_per_rollout / base.gpus_per_rollout
     bytes_ratio = layers * kv_heads / (64 * 8)
     activations_gb = (

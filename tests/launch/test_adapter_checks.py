@@ -10,7 +10,7 @@ from support.policies import tiny_policy
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import LoraSettings
 from headrace.launch.config.adapter_checks import check_lora
-from headrace.launch.config.checks import check_combinations
+from headrace.launch.config.checks import check_settings
 from headrace.launch.config.load import read_recipe
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.trainer.policy.adapter_files import AdapterBase, keep_start, write_adapter
@@ -35,7 +35,7 @@ def test_what_an_adapter_cannot_do_is_refused(tmp_path: Path, words: list[str], 
 def test_emulated_devices_have_no_adapter():
     words = ["lora.rank=4", "trainer.engine=emulated", "rollout.engine=emulated"]
     with pytest.raises(SettingError, match=r"lora\.rank: emulated devices"):
-        check_combinations(read_recipe(None, words))
+        check_settings(read_recipe(None, words))
 
 
 def test_experts_without_an_adapter_and_settings_without_a_rank_are_warnings(tmp_path: Path):
@@ -57,7 +57,8 @@ def test_a_changed_adapter_of_a_run_that_is_resumed_is_a_warning(tmp_path: Path,
     words = ["lora.rank=4", f"run.dir={run}", f"model.path={base}"]
     run.mkdir()
     if change != "without":
-        keep_start(read_recipe(None, [*words, f"lora.path={tmp_path / 'first'}"]))
+        recipe = read_recipe(None, [*words, f"lora.path={tmp_path / 'first'}"])
+        keep_start(recipe.run.dir, recipe.lora)
     (run / "journal.jsonl").touch()
     given = {"none": "", "another": tmp_path / "another"}.get(change, tmp_path / "first")
     if change == "gone":

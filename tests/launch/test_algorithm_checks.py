@@ -13,7 +13,7 @@ ROLLOUT = "algorithm.proximal=rollout"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algorithm.kl_in=reward"], "algorithm.kl_in=reward: .* algorithm.kl_coef"),
+        (["algorithm.kl_in=reward"], "algorithm.kl_in=reward has no effect .* algorithm.kl_coef"),
         (["algorithm.overlong_buffer=9", "sampling.max_new_tokens=8"], "algorithm.overlong_buffer=9"),
         (["queue.filter_zero_std=true", "batch.samples_per_prompt=1"], "queue.filter_zero_std=true: .* batch.samples_per_prompt=1"),
     ],

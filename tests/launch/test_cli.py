@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from support.policies import tiny_policy
 
+from headrace.comm.recipe import RunSettings
 from headrace.launch.config.checks import check_recipe, check_run_folder
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.warm_up import WARM_UP
@@ -164,7 +165,7 @@ def test_a_run_that_is_under_way_keeps_its_folder(words, run_dir: Path, capsys):
     assert f"run.dir: a run is under way in {run_dir}; end it" in capsys.readouterr().err
     assert (run_dir / SECRET_FILE).read_text() == "its own"
     journal.close()
-    check_run_folder(read_recipe(None, [f"run.dir={run_dir}", "run.resume=auto"]))
+    check_run_folder(RunSettings(dir=str(run_dir), resume="auto"))
 
 
 def test_help_imports_no_large_library():

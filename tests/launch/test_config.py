@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
-from headrace.launch.config.checks import check_combinations
+from headrace.launch.config.checks import check_settings
 from headrace.launch.config.help import field_docs, usage
 from headrace.launch.config.load import (
     CONFIG_FILE,
@@ -172,4 +172,4 @@ def test_a_new_run_folder_is_readable_as_the_umask_says_and_an_old_one_stays_as_
 
 def test_processes_beat_more_often_than_they_expire():
     with pytest.raises(SettingError, match="comm.expiry_s=10 must be at least twice comm.heartbeat_s=6"):
-        check_combinations(read_recipe(None, ["comm.heartbeat_s=6"]))
+        check_settings(read_recipe(None, ["comm.heartbeat_s=6"]))

@@ -6,8 +6,8 @@ import pytest
 from support.policies import character_tokenizer
 
 from headrace.comm.errors import SettingError
+from headrace.comm.recipe import DataSettings, EnvironmentSettings
 from headrace.launch.config.data_checks import check_lengths
-from headrace.launch.config.load import read_recipe
 from headrace.launch.config.model_files import ModelFiles
 
 TOOL = 'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n        a: one\n        b: two\n    """\n'
@@ -20,7 +20,7 @@ def test_the_length_of_a_prompt_counts_the_tools_that_its_template_shows(tmp_pat
     tokenizer.save_pretrained(tmp_path / "policy")
     policy = ModelFiles(tmp_path / "policy", context=100)
     prompts = [[{"role": "user", "content": "add them"}]]
-    words = ["sampling.max_new_tokens=8", "data.path=data.jsonl"]
-    assert check_lengths(read_recipe(None, words), prompts, policy) == []
+    data = DataSettings(path="data.jsonl")
+    assert check_lengths(data, prompts, policy, EnvironmentSettings(), wanted=8) == []
     with pytest.raises(SettingError, match=r"data\.too_long: prompt 1 of .* leaves no room"):
-        check_lengths(read_recipe(None, [*words, f"environment.tools=[{tmp_path}/tools.py:add]"]), prompts, policy)
+        check_lengths(data, prompts, policy, EnvironmentSettings(tools=(f"{tmp_path}/tools.py:add",)), wanted=8)

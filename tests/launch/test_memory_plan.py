@@ -8,11 +8,11 @@ from msgspec import structs
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
-from headrace.launch.config.dry_run import HostCheck
+from headrace.launch.config.dry_run import check_host
 from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.memory_plan import MemoryPlan
-from headrace.launch.placement import count_ranks, place_ranks
+from headrace.launch.placement import place_ranks
 from headrace.launch.run import main
 
 SMALL = {
@@ -114,7 +114,7 @@ def test_the_largest_micro_batch_is_the_last_doubling_that_the_memory_is_enough_
         "batch.prompts_per_step=512",
     ]
     recipe = read_recipe(None, [*words, "batch.samples_per_prompt=8", "trainer.activation_checkpointing=true"])
-    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)])
+    places = place_ranks(recipe.roles)
     names = tuple(str(place.slot) for place in places if place.slot is not None)
 
     def largest(gb: float, recipe: Recipe = recipe) -> int:
@@ -132,22 +132,24 @@ def test_the_largest_micro_batch_is_the_last_doubling_that_the_memory_is_enough_
 
 def test_a_host_without_the_memory_for_its_processes_and_a_checkpoint_is_a_warning(tmp_path):
     recipe = read_recipe(None, LONG)
-    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)])
+    places = place_ranks(recipe.roles)
     plan = MemoryPlan(recipe, SMALL, places, Gpus(("0", "1"), 80))
     state = plan.needs["actor"].host["copy for a checkpoint"]
     assert state > 12 * 0.9 * plan.sizes.num_parameters, "weights and two moments of four bytes each"
-    (tight,) = plan.host_shortages(state)
-    assert "host 0 has 5.9 GB of memory" in tight.text and "GB of them for the copy of a checkpoint" in tight.text
-    assert not tight.is_certain and "set a smaller optimizer.micro_tokens" in tight.text
-    assert not plan.host_shortages(1e12)
+    refused, (tight,) = plan.host_shortages(state, state)
+    assert "host 0 has 5.9 GB of memory" in tight and "GB of them for the copy of a checkpoint" in tight
+    assert not refused and "set a smaller optimizer.micro_tokens" in tight
+    assert plan.host_shortages(1e12, 1e12) == ([], [])
+    _, (occupied,) = plan.host_shortages(1e12, 1e9)
+    assert "1.0 GB of it free now" in occupied and "end other programs, or set" in occupied
     without = MemoryPlan(recipe, SMALL, places, Gpus((), 0))
-    (tight,) = without.host_shortages(16e9)
-    need = float(tight.text.partition("processes need ")[2].split()[0])
+    _, (tight,) = without.host_shortages(16e9, 16e9)
+    need = float(tight.partition("processes need ")[2].split()[0])
     assert need > sum(each.host_bytes for each in without.needs.values()) / 1e9 + 8, (
         "without GPUs all of it is host memory"
     )
-    (short,) = without.host_shortages(6e9)
-    assert short.is_certain, "weights, gradients and moments alone are more"
+    refused, warned = without.host_shortages(6e9, 6e9)
+    assert len(refused) == 1 and not warned, "weights, gradients and moments alone are more"
 
 
 @pytest.mark.parametrize(("gb", "ends"), [(6, "refused"), (16, "warned"), (1000, "silent")])
@@ -161,9 +163,9 @@ def test_a_start_is_refused_for_what_certainly_does_not_fit_and_warned_about_an_
     recipe = read_recipe(None, [f"model.path={tmp_path}", *LONG])
     if ends == "refused":
         with pytest.raises(SettingError, match=r"weights and states .* need .*: set a smaller optimizer.micro_tokens"):
-            HostCheck.of(recipe)
+            check_host(recipe)
         return
-    check = HostCheck.of(recipe)
-    about_memory = [warning for warning in check.warnings if "GB of memory" in warning]
-    assert len(about_memory) == (ends == "warned") and {"actor-0", "rollout-0"} <= check.planned.keys()
-    assert check.planned["actor-0"] > 8 * 0.49e9
+    warnings, planned = check_host(recipe)
+    about_memory = [warning for warning in warnings if "GB of memory" in warning]
+    assert len(about_memory) == (ends == "warned") and {"actor-0", "rollout-0"} <= planned.keys()
+    assert planned["actor-0"] > 8 * 0.49e9

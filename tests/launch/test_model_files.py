@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.policies import tiny_policy
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import GeneratorSettings, ModelSettings, Recipe
+from headrace.comm.recipe import AlgorithmSettings, GeneratorSettings, ModelSettings, Recipe
 from headrace.launch.config.checks import check_family, model_facts
 from headrace.launch.config.model_files import model_digests
 from headrace.trainer.policy import families
@@ -34,13 +34,13 @@ def test_files_of_the_policy_that_all_hosts_need_alike_have_a_digest(tmp_path: P
 def test_exact_mode_on_a_gpu_without_triton_is_refused_before_a_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    policy, recipe = tiny_policy(tmp_path), Recipe(generator=GeneratorSettings(exact=True))
+    policy, generator = tiny_policy(tmp_path), GeneratorSettings(exact=True)
     monkeypatch.setattr(families, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check_family(recipe, policy)
+    check_family(generator, AlgorithmSettings(), policy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SettingError, match="generator.exact: on CUDA it needs Triton"):
-        check_family(recipe, policy)
+        check_family(generator, AlgorithmSettings(), policy)
 
 
 @pytest.mark.parametrize("role", ["actor", "rollout", "shard"])

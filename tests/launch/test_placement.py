@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RoleSettings
-from headrace.launch.config.load import read_recipe
 from headrace.launch.hosts import equal_hosts
 from headrace.launch.placement import (
     count_ranks,
@@ -60,15 +59,14 @@ def test_every_rank_has_one_role_and_every_process_one_rank(
 
 
 def test_over_nccl_the_relays_have_the_first_gpu_without_a_worker():
-    recipe = read_recipe(None, ["comm.link=nccl"])
     places = place_ranks(RoleSettings(actor=1, relay=1, rollout=1, task=1), equal_hosts(4, 4))
     gpus = ("6", "GPU-1f", "4", "5")
-    staging = staging_gpu(recipe, places, 0, gpus)
+    staging = staging_gpu("nccl", places, 0, gpus)
     assert [visible_devices(place, gpus, staging) for place in places] == ["6", "GPU-1f", "", "4"]
-    assert staging_gpu(read_recipe(None, []), places, 0, gpus) == ""
-    assert staging_gpu(recipe, [place for place in places if place.role != "relay"], 0, gpus[:2]) == ""
+    assert staging_gpu("auto", places, 0, gpus) == ""
+    assert staging_gpu("nccl", [place for place in places if place.role != "relay"], 0, gpus[:2]) == ""
     with pytest.raises(SettingError, match="comm.link: nccl needs a GPU of host 0 for the relays, .* all 2"):
-        staging_gpu(recipe, places, 0, gpus[:2])
+        staging_gpu("nccl", places, 0, gpus[:2])
 
 
 def test_a_rank_counts_the_ranks_on_its_gpu():

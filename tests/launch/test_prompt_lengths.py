@@ -11,7 +11,7 @@ from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.memory_plan import MemoryPlan, with_micro_tokens
 from headrace.launch.config.prompt_lengths import longest_prompt
-from headrace.launch.placement import count_ranks, place_ranks
+from headrace.launch.placement import place_ranks
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def recipe(tmp_path):
 
 def plan_of(recipe, longest, **changes):
     config = json.loads((Path(recipe.model.path) / "config.json").read_text())
-    places = place_ranks(recipe.roles, [count_ranks(recipe.roles)])
+    places = place_ranks(recipe.roles)
     return MemoryPlan(recipe, config | changes, places, Gpus(), longest)
 
 
@@ -44,13 +44,13 @@ def test_a_trajectory_is_prompt_and_response_but_with_an_environment_of_the_user
     """The answers of tools count as response; the length that an environment's reset adds to the prompt is not known."""
     own = recipe(["1 2 3"])
     longest = longest_prompt(own)
-    assert longest and longest.row_tokens(own, 4096) == longest.tokens + 32
-    assert longest.row_tokens(own, 20) == 20
+    assert longest and longest.row_tokens(own.environment, 32, 4096) == longest.tokens + 32
+    assert longest.row_tokens(own.environment, 32, 20) == 20
     with_tools, in_a_room = (
         recipe(["1 2 3"], f"environment.{w}") for w in ("tools=[tools.py:search]", "path=rooms.py:Room")
     )
-    assert longest.row_tokens(with_tools, 4096) == longest.tokens + 32
-    assert longest.row_tokens(in_a_room, 4096) == 4096
+    assert longest.row_tokens(with_tools.environment, 32, 4096) == longest.tokens + 32
+    assert longest.row_tokens(in_a_room.environment, 32, 4096) == 4096
 
 
 def test_short_prompts_need_a_small_cache_whatever_the_context_is(recipe):

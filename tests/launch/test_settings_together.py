@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config import algorithm_checks, checks, comm_checks
+from headrace.comm.recipe import RunSettings
+from headrace.launch.config import algorithm_checks, checks
 from headrace.launch.config.checks import check_run_folder, check_settings
 from headrace.launch.config.evaluation_checks import check_evaluation
 from headrace.launch.config.load import read_recipe
@@ -80,7 +81,7 @@ def raises(module: ModuleType) -> dict[str, range]:
     return found
 
 
-@pytest.mark.parametrize("module", [checks, comm_checks, algorithm_checks])
+@pytest.mark.parametrize("module", [checks, algorithm_checks])
 def test_every_refusal_of_settings_has_a_row(module: ModuleType):
     reached: set[int] = set()
     for words, _ in EXCLUDED:
@@ -103,4 +104,4 @@ def test_an_evaluation_needs_a_deadline_that_outlasts_its_silence(tmp_path: Path
 def test_a_run_folder_without_permission_to_write_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root has every permission
     with pytest.raises(SettingError, match=f"run.dir: no permission to write in {tmp_path}"):
-        check_run_folder(read_recipe(None, [f"run.dir={tmp_path}"]))
+        check_run_folder(RunSettings(dir=str(tmp_path)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.comm.recipe import EvalSettings
 from headrace.launch.config.load import read_recipe
 from headrace.launch.quickstart import SMOLLM2
 from headrace.launch.recipes import addition, smollm2_task, step_speed
@@ -66,8 +67,7 @@ def test_answers_before_and_after_stand_side_by_side(tmp_path: Path, capsys):
         )
     ]  # fmt: skip
     (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = read_recipe(SMOLLM2, [f"run.dir={tmp_path}", f"eval.path={held_out}"])
-    smollm2_task.show_progress(recipe)
+    smollm2_task.show_progress(tmp_path, EvalSettings(path=str(held_out)))
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert shown[2:] == [
         "What is 56 + 90? Answer with the number only. 56 + 90 = 156 (wrong) 146 (right)",
@@ -77,5 +77,5 @@ def test_answers_before_and_after_stand_side_by_side(tmp_path: Path, capsys):
 
 
 def test_a_run_without_two_evaluations_shows_nothing(tmp_path: Path, capsys):
-    smollm2_task.show_progress(read_recipe(SMOLLM2, [f"run.dir={tmp_path}"]))
+    smollm2_task.show_progress(tmp_path, EvalSettings())
     assert capsys.readouterr().out == ""

@@ -22,6 +22,7 @@ from headrace.comm.environment import STORE, STREAMING_COPY_ENV
 from headrace.comm.errors import STORE_GONE_EXIT, STORE_LOST_EXIT
 from headrace.comm.mailbox import StoreMailboxes
 from headrace.comm.messages import Failed, Message, Stop
+from headrace.comm.recipe import RunSettings, TrainerSettings
 from headrace.comm.store.client import StoreClient
 from headrace.comm.store.server import StoreServer
 from headrace.launch.config.load import known_settings, read_recipe
@@ -304,9 +305,10 @@ def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):
 
 @pytest.mark.parametrize("setting", ["run.save_rows=none", "trainer.engine=mine.py:main"])
 def test_a_trainer_that_cannot_train_its_steps_again_is_not_started_again(setting: str):
-    assert is_restartable("actor", read_recipe(None, []))
-    assert not is_restartable("actor", read_recipe(None, [setting]))
-    assert is_restartable("rollout", read_recipe(None, [setting]))
+    recipe = read_recipe(None, [setting])
+    assert is_restartable("actor", RunSettings(), TrainerSettings())
+    assert not is_restartable("actor", recipe.run, recipe.trainer)
+    assert is_restartable("rollout", recipe.run, recipe.trainer)
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_2(supervisor):

@@ -189,10 +189,9 @@ def test_ranks_are_assigned_replica_by_replica():
 
 
 def test_a_policy_that_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path):
-    recipe = read_recipe(None, ["roles.rollout=2", "rollout.tp=2"])
-    check_tp(recipe, ModelFiles.read(str(tiny_policy(tmp_path))))
+    check_tp(2, ModelFiles.read(str(tiny_policy(tmp_path))))
     with pytest.raises(SettingError, match=r"rollout\.tp: model type 'gemma2' runs on one rank only"):
-        check_tp(recipe, ModelFiles.read(str(tiny_policy(tmp_path, "gemma2"))))
+        check_tp(2, ModelFiles.read(str(tiny_policy(tmp_path, "gemma2"))))
     recipe = read_recipe(None, ["roles.rollout=2", "rollout.tp=2", "generator.exact=true"])
     with pytest.raises(SettingError, match=r"rollout\.tp cannot be combined with generator\.exact"):
         check_recipe(recipe)

@@ -131,7 +131,7 @@ class Checks:
         self._trained[event.step] = rows
         assert self.run.hub is not None
         window = self.run.hub.leases.admission.lead(state) / self.run.recipe.batch.prompts_per_step
-        settings, schedule = self.run.recipe.queue, schedule_of(self.run.recipe)
+        settings, schedule = self.run.recipe.queue, schedule_of(self.run.recipe.run, self.run.recipe.rollout)
         self.widest = max(self.widest, window)
         assert window <= WIDEST_STEPS, f"{window:.1f} steps of groups are under way at step {event.step}"
         bound = settings.max_staleness if schedule.staleness is None else schedule.staleness

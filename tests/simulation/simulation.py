@@ -248,7 +248,7 @@ class FaultyRun:
         self.cluster.weights.add_relay(fleet.process)
         unit = fleet.host_rows()
         fleet.announce(unit=unit.address)
-        serve_rows(fleet, self.recipe, mailbox, unit)
+        serve_rows(fleet, Path(self.recipe.run.dir), mailbox, unit)
         mailbox.close()
 
     def _actor(self, fleet: ClusterFleet) -> None:

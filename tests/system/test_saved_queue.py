@@ -51,7 +51,12 @@ def pausing(is_half: threading.Event, go_on: threading.Event) -> Callable[[Fleet
     """A rollout that pauses at version `PAUSED` when it has finished one trajectory of a group and begun the other."""
 
     def main(fleet: Fleet, recipe: Recipe) -> None:
-        rollout = Rollout(fleet, recipe, open_generator(fleet, recipe), open_rewards(recipe))
+        rollout = Rollout(
+            fleet,
+            recipe,
+            open_generator(fleet, recipe),
+            open_rewards(recipe.reward, recipe.run.steps, recipe.rollout.engine),
+        )
         step = rollout.step
 
         def pausing_step() -> None:

@@ -1,12 +1,13 @@
 """The loss of a micro-batch: the policy's loss by token, an entropy bonus and a KL term, aggregated."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...comm.messages.queue import GroupRef
-from ...comm.recipe import Recipe
+from ...comm.recipe import AlgorithmSettings, Recipe, TaskSettings
 from ..batch import PackedBatch
 from .advantages import open_estimator
 from .aggregation import token_weights
@@ -33,15 +34,14 @@ class LossTerms(NamedTuple):
     kl: Tensor
 
 
-def has_gradient(recipe: Recipe, group: GroupRef) -> bool:
+def has_gradient(algorithm: AlgorithmSettings, tasks: Sequence[TaskSettings], group: GroupRef) -> bool:
     """Whether a group can add to the gradient of the policy.
 
     A group with equal rewards cannot if its advantages are 0 and the loss has no other term: not the entropy, nor the KL
     divergence, nor the load of routers, nor what a user's function may add. Its tokens count in the mean of the step all the same.
     """
-    algorithm = recipe.algorithm
     adds_more = algorithm.entropy_coef or algorithm.kl_coef or algorithm.router_aux_coef or ":" in algorithm.loss
-    has_own_advantages = algorithm.overlong_buffer or any("advantages" in task.yields for task in recipe.queue.tasks)
+    has_own_advantages = algorithm.overlong_buffer or any("advantages" in task.yields for task in tasks)
     is_relative = open_estimator(algorithm).is_relative and not has_own_advantages
     return bool(adds_more) or not is_relative or len(set(group.rewards)) > 1
 

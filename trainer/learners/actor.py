@@ -18,6 +18,7 @@ from ..algorithms.router_loss import load_balancing_loss
 from ..batch import PADDING_TRAJECTORY, PackedBatch, TrajectoryBatch, check_tokens, pack, trainable
 from ..checkpoint import TrainingState
 from ..logprobs import packed_logprobs, response_logprobs
+from ..policy.adapter_files import AdapterBase
 from ..policy.routers import recorded_routers
 from ..step_metrics import StepMetrics
 from .advantages import add_advantages
@@ -36,7 +37,9 @@ class Actor:
     def __init__(self, recipe: Recipe, group: ActorGroup) -> None:
         self.recipe = recipe
         self.group = group
-        self.adapter_base = group.adapter_base(recipe)
+        path = recipe.model.path
+        self.adapter_base = AdapterBase.read(path) if group.is_lead and recipe.lora.rank else AdapterBase(path)
+        """The weights below the adapter; rank 0 checks and names them."""
         self.policy = group.load(recipe, self.adapter_base)
         if recipe.generator.exact:
             self.policy.make_exact(getattr(torch, recipe.model.dtype))

@@ -13,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...comm.errors import SettingError
-from ...comm.recipe import LoraSettings, Recipe
+from ...comm.recipe import LoraSettings
 from ...relay.checkpoints import share_by_umask, write_durably
 from .checkpoint_files import weights_digest
 from .lora import ALL_LINEAR, A, B, merged
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
+_START = "start_adapter"
+"""The copy in the run's folder of the adapter that it began with."""
 _PREFIX = "base_model.model."
 """Before the name of a matrix, which is `<layer>.lora_A` or `<layer>.lora_B`."""
 _SUFFIX = ".weight"
@@ -98,35 +100,31 @@ def check_adapter(folder: Path, names: Iterable[str], settings: LoraSettings, ba
         raise SettingError(f"run.resume: {folder / _WEIGHTS} is not a complete safetensors file ({error})") from error
 
 
-def start_folder(recipe: Recipe) -> Path:
+def start_folder(run_dir: str, settings: LoraSettings) -> Path:
     """The folder of the adapter that a run begins with: `lora.path`, or the copy of one that has begun, which the run keeps."""
-    copy = _start_copy(recipe)
+    copy = Path(run_dir) / _START
     has_begun = (copy.parent / "journal.jsonl").exists()
-    return copy if has_begun and (copy / _CONFIG).exists() else Path(recipe.lora.path)
+    return copy if has_begun and (copy / _CONFIG).exists() else Path(settings.path)
 
 
-def keep_start(recipe: Recipe) -> None:
+def keep_start(run_dir: str, settings: LoraSettings) -> None:
     """Copy the adapter of `lora.path` into the run's folder, unless the run has begun and has it."""
-    source = start_folder(recipe)
-    copy = _start_copy(recipe)
+    source = start_folder(run_dir, settings)
+    copy = Path(run_dir) / _START
     if source != copy:
         copy.mkdir(exist_ok=True)
         for name in (_WEIGHTS, _CONFIG):
             write_durably(copy / name, (source / name).read_bytes())
 
 
-def has_other_start(recipe: Recipe) -> bool:
+def has_other_start(run_dir: str, settings: LoraSettings) -> bool:
     """Whether a run that has begun did so with another adapter than that of `lora.path`, or without; not if that one is gone."""
-    copy = _start_copy(recipe)
-    source = Path(recipe.lora.path)
-    if not recipe.lora.path or not (copy / _CONFIG).exists():
-        return bool(recipe.lora.path) != (copy / _CONFIG).exists()
+    copy = Path(run_dir) / _START
+    source = Path(settings.path)
+    if not settings.path or not (copy / _CONFIG).exists():
+        return bool(settings.path) != (copy / _CONFIG).exists()
     both = [(source / name, copy / name) for name in (_WEIGHTS, _CONFIG)]
     return any(given.exists() and given.read_bytes() != kept.read_bytes() for given, kept in both)
-
-
-def _start_copy(recipe: Recipe) -> Path:
-    return Path(recipe.run.dir) / "start_adapter"
 
 
 def start_adapter(

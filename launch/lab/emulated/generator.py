@@ -84,7 +84,7 @@ class EmulatedGenerator:
     num_prefilled = num_found = 0
 
     def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, reader: Reader | None = None) -> None:
-        self.settings = e = lab_of(recipe)
+        self.settings = e = lab_of(recipe.lab)
         self.seed = recipe.run.seed
         self.clock = clock or REAL_TIME
         self.transfer = EmulatedTransfer(e, recipe.run.schedule)

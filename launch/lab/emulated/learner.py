@@ -37,7 +37,7 @@ class EmulatedLearner:
     def __init__(
         self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, publisher: Publisher | None = None
     ) -> None:
-        e = lab_of(recipe)
+        e = lab_of(recipe.lab)
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0
         self._token_s = e.train_us * 1e-6 / e.train_gpus

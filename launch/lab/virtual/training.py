@@ -12,12 +12,10 @@ from ....comm.messages import RequestRows, TrainBatch
 from ....comm.recipe import Recipe
 from ....relay.queue.batch import TRAIN, Batch
 from ....relay.queue.micro_batches import rounds
+from ....relay.queue.stream import PLACES
 from ....relay.weights.slots import Receipt
 from ..settings import lab_of
 from .world import World
-
-PLACES = 2
-"""Answers of the hub that wait for the trainer, as in `relay/queue/stream.py`."""
 
 
 class VirtualStream:
@@ -28,7 +26,7 @@ class VirtualStream:
         self._mailbox = mailbox
         self._num_steps = recipe.run.steps
         self._micro_tokens = recipe.optimizer.micro_batch
-        self._prompt_tokens = lab_of(recipe).prompt_tokens
+        self._prompt_tokens = lab_of(recipe.lab).prompt_tokens
         self._longest = recipe.sampling.max_new_tokens
         self._ones = np.ones(self._longest, np.uint8)
         self._ahead: deque[Batch] = deque()

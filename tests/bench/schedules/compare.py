@@ -13,7 +13,6 @@ from pathlib import Path
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
-from headrace.launch.config.checks import is_emulated
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.experiment import Experiment, exit_code
 from headrace.launch.lab.settings import lab_of
@@ -117,17 +116,17 @@ def main(words: Sequence[str]) -> int:
 
 def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
     """Run the variants of each number of GPUs, then write tables, plots and rows into `run.dir`. Raises `SettingError`."""
-    if not is_emulated(recipe):
+    if not recipe.is_emulated:
         raise SettingError("rollout.engine: a comparison of schedules needs emulated devices")
     if arguments.seeds < 1 or arguments.tune < 0:
         raise SettingError("--seeds: at least 1; --tune: at least 0")
     _check_overrides(arguments.overrides, arguments.tune)
     pyplot()  # where matplotlib is missing, say so before the first run
-    per_rollout = lab_of(recipe).gpus_per_rollout
+    per_rollout = lab_of(recipe.lab).gpus_per_rollout
     experiment = Experiment(arguments.recipe, arguments.overrides, Path(recipe.run.dir))
     rows: list[Measurement] = []
     results: dict[int, dict[str, Result]] = {}
-    for num_gpus in arguments.gpus or [lab_of(recipe).train_gpus + per_rollout * recipe.roles.rollout]:
+    for num_gpus in arguments.gpus or [lab_of(recipe.lab).train_gpus + per_rollout * recipe.roles.rollout]:
 
         def entrants(names: Sequence[str], num_gpus: int = num_gpus) -> list[Variant]:
             sizes = (num_gpus, per_rollout, arguments.fixed_batch, arguments.repack_train_gpus)

@@ -39,6 +39,6 @@ def run_variant(experiment: Experiment, folder: str, settings: Mapping[str, obje
     chart = run_dir / "gantt.png"
     if recipe.roles.rollout < MAX_GANTT and not chart.exists():
         draw_gantt(Timeline.read(run_dir), folder, chart)
-    devices = lab_of(recipe)
+    devices = lab_of(recipe.lab)
     more = more_figures(run_dir, figures, devices.prefill_us * 1e-6)
     return Result(run_dir, recipe.roles.rollout, devices.train_gpus, figures, more)

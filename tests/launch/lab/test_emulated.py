@@ -11,7 +11,7 @@ from support.emulated_run import FAST
 from support.system import System
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config.checks import check_combinations
+from headrace.launch.config.checks import check_settings
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length
 from headrace.launch.lab.emulated.transfer import EmulatedTransfer
@@ -141,7 +141,7 @@ def test_where_all_update_together_the_broadcast_stalls_trainer_and_rollouts():
 )
 def test_devices_that_are_half_emulated_are_refused(words: list[str], message: str):
     with pytest.raises(SettingError, match=message):
-        check_combinations(read_recipe(None, words))
+        check_settings(read_recipe(None, words))
 
 
 def test_an_emulated_rollout_loads_no_library_of_models():

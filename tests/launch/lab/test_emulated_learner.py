@@ -25,6 +25,10 @@ def test_log_probs_take_their_time_from_when_they_begin():
     world.run_to(50.0)  # the trainer waits for its first rows
     learner.logprobs(batch)
     forward_s = (
-        sum(row.num_tokens for row in batch.rows) * lab_of(recipe).train_us * 1e-6 / lab_of(recipe).train_gpus / 3
+        sum(row.num_tokens for row in batch.rows)
+        * lab_of(recipe.lab).train_us
+        * 1e-6
+        / lab_of(recipe.lab).train_gpus
+        / 3
     )
     assert world.now - 50.0 == pytest.approx(forward_s)

@@ -21,7 +21,7 @@ from headrace.launch.lab.profile import (
     relay_seconds,
     training_costs,
 )
-from headrace.launch.lab.settings import lab_of, with_lab
+from headrace.launch.lab.settings import lab_of
 from headrace.launch.lab.tuning import Knobs
 from headrace.launch.lab.virtual.run import VirtualRun
 
@@ -65,7 +65,7 @@ def as_measured(folder: Path, recipe: Recipe) -> None:
     """Write what a real run reports and a virtual one does not: the bytes of its weights, and how busy its relay is."""
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    real = {"weights/bytes": lab_of(recipe).weights_gb * 1e9, "idle/relay": 0.96}
+    real = {"weights/bytes": lab_of(recipe.lab).weights_gb * 1e9, "idle/relay": 0.96}
     path.write_text("".join(json.dumps(line | real) + "\n" for line in lines))
 
 
@@ -74,7 +74,7 @@ def test_the_profile_of_a_run_has_the_settings_of_its_devices(tmp_path: Path):
     as_measured(tmp_path, recipe)
     # Rows of three trainer ranks, as a real run has them.
     real = structs.replace(recipe, roles=structs.replace(recipe.roles, actor=3))
-    found, true = profile_of(tmp_path, real), lab_of(recipe)
+    found, true = profile_of(tmp_path, real), lab_of(recipe.lab)
     names = ("step_ms", "request_us", "kv_ns", "train_us", "prompt_tokens", "kv_tokens", "train_gpus", "pull_gb_s")
     assert {name: getattr(found, name) for name in names} == pytest.approx(
         {name: getattr(true, name) for name in names}, rel=0.03
@@ -109,7 +109,7 @@ def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
     predicted, measured = (each.figures(each.devices.own) for each in (again, run))
     assert predicted.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=0.05)
     assert predicted.idle_rollout == pytest.approx(measured.idle_rollout, abs=0.05)
-    job = MeasuredJob(real, relay_seconds(tmp_path / "run", real))
+    job = MeasuredJob(real, relay_seconds(tmp_path / "run", real.roles.relay or 1))
     *_, weights, relays, micro_batches, settings = proposal(again, again.devices.own, job)
     assert weights.startswith("weights: ") and micro_batches.startswith("micro-batches: ")
     assert relays.startswith("relays: 1, busy 4.") and relays.endswith("needed: 1")
@@ -160,7 +160,7 @@ def test_micro_batches_grow_as_long_as_their_own_time_is_worth_it_and_memory_is_
     assert times == 4 and simulation.micro_batches(own, most=2.5) == 2
     few, many = simulation.figures(own, times), simulation.figures(own)
     assert few.micro_batches < many.micro_batches and few.tokens_per_s > 1.1 * many.tokens_per_s
-    free = with_lab(recipe, structs.replace(lab_of(recipe), micro_batch_s=0.0))
+    free = structs.replace(recipe, lab=recipe.lab | {"micro_batch_s": 0.0})
     assert Simulation.of(Devices.of(free), tmp_path / "free").micro_batches(own, most=16) == 1
 
 

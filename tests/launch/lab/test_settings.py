@@ -5,7 +5,7 @@ import pytest
 from headrace.comm.errors import SettingError
 from headrace.launch.config.help import usage
 from headrace.launch.config.load import parse_recipe, read_recipe, recipe_yaml
-from headrace.launch.lab.settings import LabSettings, help_lines, lab_fields, lab_of, with_lab
+from headrace.launch.lab.settings import LabSettings, help_lines, lab_fields, lab_of
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,15 @@ from headrace.launch.lab.settings import LabSettings, help_lines, lab_fields, la
 )
 def test_a_mistake_names_its_setting(word: str, message: str):
     with pytest.raises(SettingError) as told:
-        lab_of(read_recipe(None, [word]))
+        lab_of(read_recipe(None, [word]).lab)
     assert str(told.value) == message
 
 
 def test_values_have_the_types_of_their_settings_and_a_saved_recipe_keeps_them():
     recipe = read_recipe(None, ["lab.lengths=[3, 5]", "lab.colocated=yes", "lab.update_s=2"])
     settings = LabSettings(lengths=(3, 5), colocated=True, update_s=2.0)
-    assert lab_of(recipe) == settings
-    assert lab_of(parse_recipe(recipe_yaml(recipe))) == lab_of(with_lab(read_recipe(None), settings)) == settings
+    assert lab_of(recipe.lab) == settings
+    assert lab_of(parse_recipe(recipe_yaml(recipe)).lab) == settings
 
 
 def test_the_labs_help_has_all_of_its_settings_and_the_users_help_none():

@@ -74,7 +74,7 @@ def test_a_run_depends_on_its_recipe_alone(tmp_path: Path):
 
 def test_a_step_of_one_rollout_takes_the_time_of_its_device_of_the_trainer_and_of_four_messages(tmp_path: Path):
     run = run_of(tmp_path, run__schedule="sync", roles__rollout=1, run__steps=7)
-    settings = lab_of(run.recipe)
+    settings = lab_of(run.recipe.lab)
     timeline = Timeline.read(tmp_path)
     figures = figures_of(tmp_path, timeline, window_of(timeline, 7))
     events = [event for _, event in read_events(tmp_path / "journal.jsonl")]

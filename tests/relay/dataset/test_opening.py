@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.comm.recipe import DataSettings, Recipe, RunSettings
+from headrace.comm.recipe import DataSettings
 from headrace.launch.config.data_checks import check_data
 from headrace.relay.dataset.opening import CHECKED_ROWS, checked_prompts, open_rows
 from headrace.relay.dataset.order import PromptSource
@@ -219,7 +219,7 @@ def mixed(folder: Path, sizes: tuple[int, ...], seed: int = 1, **settings: Any) 
     paths = [folder / f"{number}.jsonl" for number in range(len(sizes))]
     for path, size in zip(paths, sizes, strict=True):
         path.write_text("".join(json.dumps({"prompt": f"{path.stem}-{i}"}) + "\n" for i in range(size)))
-    return open_prompts(Recipe(data=DataSettings(path=tuple(map(str, paths)), **settings), run=RunSettings(seed=seed)))
+    return open_prompts(DataSettings(path=tuple(map(str, paths)), **settings), seed)
 
 
 def prompts_of(pool: PromptSource, cursors: range) -> list[str]:

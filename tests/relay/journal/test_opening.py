@@ -52,7 +52,7 @@ def resume(run_dir: Path, run_id: str = "second", num_rows: tuple[int, ...] = ()
     recipe, opened = recipe_of(run_dir), last_opened(run_dir / "journal.jsonl")
     if opened is None or opened.run_id != run_id:
         prepare_folder(recipe)
-    return open_journal(run_dir, recipe, (), run_id, Clock(), num_rows)
+    return open_journal(recipe, (), run_id, Clock(), num_rows)
 
 
 def resumed_at(run_dir: Path, run_id: str = "second") -> tuple[int, int, int]:
@@ -92,7 +92,7 @@ def test_the_journal_of_a_run_that_still_runs_is_not_touched(tmp_path: Path):
     with pytest.raises(SettingError, match="in use by another process"):
         prepare_folder(recipe_of(run_dir))
     with pytest.raises(JournalError, match="in use by another process"):
-        open_journal(run_dir, recipe_of(run_dir), (), "second", Clock())
+        open_journal(recipe_of(run_dir), (), "second", Clock())
     assert (run_dir / "journal.jsonl").read_bytes() == before
     running.close()
 
@@ -108,7 +108,7 @@ def test_the_next_process_of_a_resumed_runs_hub_continues_at_the_end_of_its_jour
 def test_a_folder_with_a_run_is_only_used_to_resume_it(tmp_path: Path):
     run_dir = interrupted_run(tmp_path / "run")
     with pytest.raises(SettingError, match="holds a run; set run.resume=auto"):
-        open_journal(run_dir, recipe_of(run_dir, "never"), (), "second", Clock())
+        open_journal(recipe_of(run_dir, "never"), (), "second", Clock())
 
 
 @pytest.mark.parametrize("num_rows", [(5, 8), (5,)])
@@ -118,7 +118,7 @@ def test_a_run_is_not_continued_with_another_number_of_rows(tmp_path: Path, num_
     files = sorted(run_dir.iterdir())
     for run_id in ("second", "third"):  # started again within the run, and resumed
         with pytest.raises(SettingError, match=r"data\.path: (b has 8 rows, and .* began with 7|.* began with 2 sets)"):
-            open_journal(run_dir, recipe_of(run_dir), (), run_id, Clock(), num_rows)
+            open_journal(recipe_of(run_dir), (), run_id, Clock(), num_rows)
     assert sorted(run_dir.iterdir()) == files
     resume(run_dir, "third", num_rows=(5, 7))[1].close()
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName
-from headrace.launch.config.checks import check_combinations, check_recipe
+from headrace.launch.config.checks import check_recipe, check_settings
 from headrace.launch.config.load import SettingError, read_recipe
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply
 from headrace.relay.queue.admission import Admission
-from headrace.relay.queue.schedules import SCHEDULES
+from headrace.relay.queue.schedules import SCHEDULES, schedule_of
 from headrace.rollout.pacing import RolloutPacing
 
 STEPS = 6
@@ -153,7 +153,8 @@ def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
     [([], []), (["rollout.max_age=3"], [4, 5]), (["run.schedule=partial"], [1, 2, 3, 4, 5])],
 )
 def test_a_rollout_takes_weights_under_running_trajectories_beyond_an_age(words: list[str], ages: list[int]):
-    pacing = RolloutPacing.from_recipe(read_recipe(None, words))
+    recipe = read_recipe(None, words)
+    pacing = RolloutPacing.of(schedule_of(recipe.run, recipe.rollout), prompts_per_step=16, num_rollouts=1)
     assert [age for age in range(6) if pacing.takes_weights(age, is_idle=False)] == ages
     assert [age for age in range(6) if pacing.takes_weights(age, is_idle=True)] == [1, 2, 3, 4, 5]
 
@@ -161,7 +162,7 @@ def test_a_rollout_takes_weights_under_running_trajectories_beyond_an_age(words:
 @pytest.mark.parametrize("schedule", ["sync", "one_step", "partial"])
 def test_an_age_is_refused_with_a_schedule_that_has_its_own_rule_for_new_weights(schedule: str):
     with pytest.raises(SettingError, match=rf"rollout\.max_age: run\.schedule={schedule}"):
-        check_combinations(read_recipe(None, [f"run.schedule={schedule}", "rollout.max_age=4"]))
+        check_settings(read_recipe(None, [f"run.schedule={schedule}", "rollout.max_age=4"]))
 
 
 def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
@@ -174,6 +175,6 @@ def test_a_staleness_bound_is_refused_with_a_schedule_that_has_its_own():
 def test_a_queue_without_room_for_the_batch_that_a_schedule_waits_for_is_refused(schedule: str):
     words = [f"run.schedule={schedule}", "batch.prompts_per_step=4"]
     with pytest.raises(SettingError, match=rf"queue\.lead: run\.schedule={schedule} needs room .*=4, not 3"):
-        check_combinations(read_recipe(None, [*words, "queue.lead=3"]))
-    check_combinations(read_recipe(None, [*words, "queue.lead=4"]))
-    check_combinations(read_recipe(None, ["run.schedule=stream", "batch.prompts_per_step=4", "queue.lead=3"]))
+        check_settings(read_recipe(None, [*words, "queue.lead=3"]))
+    check_settings(read_recipe(None, [*words, "queue.lead=4"]))
+    check_settings(read_recipe(None, ["run.schedule=stream", "batch.prompts_per_step=4", "queue.lead=3"]))

@@ -10,7 +10,7 @@ from support.packed import joined, packed, split
 
 from headrace.comm.messages import GroupId
 from headrace.comm.messages.queue import GroupRef
-from headrace.comm.recipe import AlgorithmSettings, QueueSettings, Recipe, SamplingSettings
+from headrace.comm.recipe import AlgorithmSettings, Recipe, SamplingSettings
 from headrace.comm.recipe.queue import TaskSettings
 from headrace.trainer.algorithms.losses import LOSSES
 from headrace.trainer.algorithms.objective import LossTerms, has_gradient, policy_loss
@@ -139,8 +139,8 @@ def group_of(*rewards: float) -> GroupRef:
 
 
 def test_a_group_with_equal_rewards_has_no_gradient():
-    assert not has_gradient(Recipe(), group_of(0.3, 0.3, 0.3))
-    assert has_gradient(Recipe(), group_of(0.3, 0.3, 0.4))
+    assert not has_gradient(AlgorithmSettings(), (), group_of(0.3, 0.3, 0.3))
+    assert has_gradient(AlgorithmSettings(), (), group_of(0.3, 0.3, 0.4))
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_a_group_with_equal_rewards_has_no_gradient():
     ids=str,
 )
 def test_equal_rewards_keep_their_gradient_where_the_loss_has_more_than_their_advantages(settings: dict[str, Any]):
-    assert has_gradient(Recipe(algorithm=AlgorithmSettings(**settings)), group_of(0.3, 0.3, 0.3))
+    assert has_gradient(AlgorithmSettings(**settings), (), group_of(0.3, 0.3, 0.3))
 
 
 def test_equal_rewards_keep_the_gradient_of_advantages_that_a_task_of_the_user_gives():
     tasks = (TaskSettings(name="judge", function="mine.py:judge", needs=("response_ids",), yields=("advantages",)),)
-    assert has_gradient(Recipe(queue=QueueSettings(tasks=tasks)), group_of(0.3, 0.3))
+    assert has_gradient(AlgorithmSettings(), tasks, group_of(0.3, 0.3))

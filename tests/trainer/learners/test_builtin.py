@@ -50,7 +50,7 @@ def test_an_actor_starts_again_without_the_adapter_that_its_run_began_with(tmp_p
     run.mkdir()
     settings = {"lora__path": folder / "adapter"}
     learner = learner_of(base, run, **settings)
-    keep_start(learner.recipe)
+    keep_start(learner.recipe.run.dir, learner.recipe.lora)
     (run / "journal.jsonl").touch()
     shutil.rmtree(folder)
     learner_of(base, run, **settings)

@@ -200,13 +200,13 @@ def test_a_run_that_has_begun_keeps_a_copy_of_its_first_adapter(tmp_path: Path):
     recipe = Recipe(run=RunSettings(dir=str(run)), lora=structs.replace(LORA, path=str(folder)))
     (run / "start_adapter").mkdir()
     (run / "start_adapter" / "adapter_config.json").write_text("of a start that failed")
-    assert start_folder(recipe) == folder
-    keep_start(recipe)
+    assert start_folder(recipe.run.dir, recipe.lora) == folder
+    keep_start(recipe.run.dir, recipe.lora)
     (run / "journal.jsonl").touch()
     shutil.rmtree(folder)
-    copy = started(start_folder(recipe), tmp_path / "llama")
+    copy = started(start_folder(recipe.run.dir, recipe.lora), tmp_path / "llama")
     assert copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)
-    keep_start(recipe)  # of a run that is resumed
+    keep_start(recipe.run.dir, recipe.lora)  # of a run that is resumed
 
 
 def test_a_checkpoints_adapter_of_other_settings_or_another_base_is_refused(tmp_path: Path):
