@@ -127,7 +127,7 @@ class _Strikes:
 
 
 def _start_store(num_members: int) -> BenchProcess:
-    words = ["-m", "headrace.comm.store", "--end-with-parent", "--expect", str(num_members)]
+    words = ["-m", "headrace.comm.store", "--expect", str(num_members)]
     return BenchProcess([sys.executable, *words], {**os.environ, **ENVIRONMENT, "HEADRACE_SECRET": SECRET.decode()})
 
 
