@@ -196,7 +196,7 @@ def actor_memory(
     published = sizes.version_bytes(recipe) / actors
     kept = (4 + moments) * share
     host = {
-        # Without a GPU all but the first go to the relay's memory at once.
+        # Steps without a GPU are so long that a version has left before the next one.
         "published weights": published * (2 if on_gpu else 1),
         CHECKPOINT_PARTS[0]: kept,
         # Of rank 0, where the copy for the checkpoint does not have it whole.

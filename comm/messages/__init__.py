@@ -56,10 +56,6 @@ from .saved_queue import QueueRestored, QueueSaved, RestoreQueue, SavedRow, Save
 from .weights import (
     FetchVersion,
     OpenPushLink,
-    PushResult,
-    ReserveSlot,
-    ShardWritten,
-    SlotReserved,
     SubscribeVersions,
     VersionReady,
     WeightsPulled,

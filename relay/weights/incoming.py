@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 class IncomingState(Enum):
     """Life cycle of an incoming version."""
 
-    RESERVED = auto()
-    """An actor may write into the slot ahead, before the version is known."""
     ARRIVING = auto()
     COMPLETE = auto()
     ABANDONED = auto()
@@ -54,8 +52,8 @@ class IncomingVersion:
     slot: "StoredVersion"
     buffer: np.ndarray
     """The slot's bytes, uint8 [num_bytes]."""
-    state: IncomingState
     _advanced: threading.Condition
+    state: IncomingState = IncomingState.ARRIVING
     digest: str = ""
     _right_parts: set[int] = field(default_factory=set)
     _ranges: dict[int, ByteRanges] = field(default_factory=dict)
@@ -69,23 +67,18 @@ class IncomingVersion:
         return watermark(self.offer.num_bytes, self.offer.num_parts, self._ranges, self._done)
 
     @property
-    def is_open(self) -> bool:
-        return self.state in (IncomingState.RESERVED, IncomingState.ARRIVING)
+    def is_arriving(self) -> bool:
+        return self.state is IncomingState.ARRIVING
 
     @property
     def is_pushed(self) -> bool:
-        """True if the trainer writes into the slot, and no relay."""
-        return any(map(is_trainer, self._upstreams.values())) or not self._upstreams
+        """True if the trainer sends it, and no relay."""
+        return any(map(is_trainer, self._upstreams.values()))
 
     @property
     def is_checked(self) -> bool:
         """True while all parts are in place and match their digests."""
         return len(self._right_parts) == self.offer.num_parts
-
-    def bind(self, offer: "Offer") -> None:
-        self.offer = offer
-        self.state = IncomingState.ARRIVING
-        self.slot = self.slot._replace(version=offer.version)
 
     def set_upstream(self, offer: "Offer", upstream: str) -> int:
         """`upstream` sends the offered part from now on; returns the offset to continue at."""
@@ -95,7 +88,7 @@ class IncomingVersion:
 
     def advance(self, part: int, upstream: str, done: int) -> bool:
         """`done` bytes of a part are in place; False if `upstream` may no longer send the part."""
-        if self.state is not IncomingState.ARRIVING or not self.is_from(part, upstream):
+        if not self.is_arriving or not self.is_from(part, upstream):
             return False
         self._done[part] = max(self._done[part], done)
         return True
@@ -137,11 +130,11 @@ class IncomingVersion:
     def wait_bytes_ready(self, beyond: int, timeout_s: float) -> int:
         """Bytes in place from the start; waits up to `timeout_s` for more than `beyond`, or for the end of the arrival."""
         with self._advanced:
-            self._advanced.wait_for(lambda: self.bytes_ready > beyond or not self.is_open, timeout_s)
+            self._advanced.wait_for(lambda: self.bytes_ready > beyond or not self.is_arriving, timeout_s)
             return self.bytes_ready
 
     def wait_digest(self, timeout_s: float) -> str | None:
         """The digest; None if the version is not complete within `timeout_s`."""
         with self._advanced:
-            self._advanced.wait_for(lambda: not self.is_open, timeout_s)
+            self._advanced.wait_for(lambda: not self.is_arriving, timeout_s)
             return self.digest or None

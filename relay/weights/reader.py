@@ -26,9 +26,8 @@ from ...comm.shared_memory import Segment
 from ...comm.waits import join_thread, waiting
 from .byte_ranges import ByteRanges
 from .layout import Layout
-from .protocol import SILENCE_S
 from .slots import Receipt, StoredVersion, VersionNotAvailable, VersionSlots
-from .transfer import receive_version, receive_versions
+from .transfer import SILENCE_S, VersionReceiver, receive_version
 from .version_store import VersionStore
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ class WeightMirror:
     def _receive_from(self, relay: str) -> None:
         self._link = _request_link(self._fleet, self._mailbox, relay, SubscribeVersions, self._settings)
         with closing(self._link):
-            receive_versions(self._link, self._version_store, relay, self._stop.is_set, lambda _: None)
+            VersionReceiver(self._link, self._version_store, relay).run(self._stop.is_set, lambda _: None)
 
 
 def fetch_version(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) -> str | None:

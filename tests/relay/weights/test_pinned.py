@@ -9,7 +9,7 @@ import torch
 
 from headrace.comm.shared_memory import Segment
 from headrace.relay.weights import pinned
-from headrace.relay.weights.pinned import host_buffer, pin, unpin
+from headrace.relay.weights.pinned import host_buffer, pin
 from headrace.relay.weights.slots import VersionSlots
 
 REFUSED = 712
@@ -79,7 +79,7 @@ def test_a_refusal_is_told_and_its_error_is_taken_off_the_thread(runtime, segmen
     assert len(runtime.cleared) == 1 and "does not pin 5000 bytes" in caplog.text
     slots.close()
     assert len(runtime.cleared) == 1
-    unpin(1)
+    pinned._unpin(1)
     assert len(runtime.cleared) == 2
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
 from headrace.relay.weights.incoming import IncomingState, watermark
 from headrace.relay.weights.slots import VersionSlots
-from headrace.relay.weights.transfer import receive_versions
+from headrace.relay.weights.transfer import VersionReceiver
 from headrace.relay.weights.version_store import VersionStore
 
 NUM_BYTES = 4096
@@ -183,18 +184,6 @@ def test_a_store_that_is_closed_completes_no_version(version_store):
     assert version_store.slots.newest() is None
 
 
-def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(version_store):
-    reserved = version_store.reserve_slot(Offer(-1, NUM_BYTES, 5))
-    assert version_store.reserve_slot(Offer(-1, NUM_BYTES, 5)) is reserved
-    reserved.buffer[:] = content(7)
-    offer = Offer(7, NUM_BYTES, 5)
-    assert version_store.bind_reservation(offer, "actor", reserved.slot.generation + 2) is None
-    incoming = version_store.bind_reservation(offer, "actor", reserved.slot.generation)
-    assert version_store.advance(incoming, 0, "actor", NUM_BYTES)
-    assert version_store.finish(incoming, 0, digest(content(7)))
-    assert version_store.slots.newest() == 7
-
-
 def put(store, version):
     incoming, _ = store.begin_receive(Offer(version, NUM_BYTES, 5), "a")
     incoming.buffer[:] = content(version)
@@ -217,19 +206,17 @@ def locked_store():
     segment.close()
 
 
-@pytest.mark.parametrize(
-    "begin", [lambda d, o: d.begin_receive(o, "a")[0], lambda d, o: d.reserve_slot(o)], ids=["open", "reserve"]
-)
-def test_a_version_that_waits_for_readers_holds_up_nothing_else(locked_store, begin):
+def test_a_version_that_waits_for_readers_holds_up_nothing_else(locked_store):
     store, reader, slots = locked_store
     with ThreadPoolExecutor(1) as pool:
-        beginning = pool.submit(begin, store, Offer(4, NUM_BYTES, 5))
+        beginning = pool.submit(store.begin_receive, Offer(4, NUM_BYTES, 5), "a")
         for _ in range(100):  # some of these calls run while it waits
-            assert store.wait_newer(3, 0.002) is None
-            assert store.wait_newer(2, 0.0) == 3
+            assert store.next_source(3, 0.002) is None
+            with closing(store.next_source(2, 0.0)) as source:
+                assert source.offer.version == 3
         assert not beginning.done()
         reader.unlock(slots[1], Lock.SHARED)
-        assert beginning.result(10).slot.slot == slots[1]
+        assert beginning.result(10)[0].slot.slot == slots[1]
 
 
 def test_a_store_that_closes_does_not_wait_for_readers(locked_store):
@@ -253,9 +240,8 @@ def test_a_version_that_waited_for_readers_is_refused_once_a_newer_one_arrives(l
 
 
 def test_a_version_can_leave_before_it_has_arrived_whole(version_store):
-    segment = Segment.open(version_store.slots.segment.path)
     incoming, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
-    source = version_store.next_source(VersionSlots(segment), above=0, timeout_s=1)
+    source = version_store.next_source(above=0, timeout_s=1)
     assert source.bytes_ready(0, 0.01) == 0
     threading.Timer(0.02, version_store.advance, (incoming, 0, "a", 100)).start()
     assert source.bytes_ready(0, 5) == 100
@@ -263,7 +249,6 @@ def test_a_version_can_leave_before_it_has_arrived_whole(version_store):
     version_store.abandon(incoming, 0, "a")
     assert not source.is_valid()
     source.close()
-    segment.close()
 
 
 def test_the_watermark_is_the_first_byte_that_any_part_lacks():
@@ -307,7 +292,8 @@ def test_a_late_piece_of_an_older_version_leaves_the_newer_one_as_it_is(version_
     send_frame(sender, Offer(1, NUM_BYTES, 5), 1.0)
     send_data(sender, content(1), 1.0)
     with pytest.raises(LinkBroken, match="version 1 is no longer taken"):
-        receive_versions(LateLink(receiver, version_store), version_store, "relay-0", lambda: False, lambda _: None)
+        receiving = VersionReceiver(LateLink(receiver, version_store), version_store, "relay-0")
+        receiving.run(lambda: False, lambda _: None)
     assert version_store.slots.newest() == 2
     _, held = version_store.slots.read_with(np.copy)
     np.testing.assert_array_equal(held, content(2))
