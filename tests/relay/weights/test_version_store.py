@@ -4,8 +4,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,11 +19,15 @@ from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
 from headrace.relay.weights.incoming import IncomingState, watermark
+from headrace.relay.weights.layout import Layout
+from headrace.relay.weights.publisher import PublishedVersions
+from headrace.relay.weights.shards import WeightShard
 from headrace.relay.weights.slots import VersionSlots
-from headrace.relay.weights.transfer import VersionReceiver
+from headrace.relay.weights.transfer import VersionReceiver, send_version
 from headrace.relay.weights.version_store import VersionStore
 
 NUM_BYTES = 4096
+TENSORS = {"w": torch.ones(3 * GRID_BYTES // 4)}
 
 
 def content(version):
@@ -272,6 +278,36 @@ def test_chunks_are_digested_as_they_arrive():
     del incoming, opened
     store.close()
     segment.close()
+
+
+def test_a_version_that_is_copied_gives_way_to_a_newer_one(version_store, monkeypatch):
+    """The receiver tells the sender to offer again, and then that it does not want it: the link stays."""
+    versions = PublishedVersions(WeightShard.whole(Layout.of(TENSORS, "float32")), 1)
+    versions.write(1, TENSORS)
+    sender, receiver = MemoryLink.pair()
+    copied = []
+
+    def fill(incoming, part, upstream, done, write):
+        copied.append(done)
+        if len(copied) == 2:
+            newer, _ = version_store.begin_receive(msgspec.structs.replace(incoming.offer, version=2), "a")
+            newer.buffer[:] = 2
+            version_store.advance(newer, 0, "a", newer.buffer.nbytes)
+            assert version_store.finish(newer, 0, newer.whole_digest())
+        return VersionStore.fill(version_store, incoming, part, upstream, done, write)
+
+    monkeypatch.setattr(version_store, "fill", fill)
+    receiving = VersionReceiver(receiver, version_store, "actor-0/chain", versions.segment)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(receiving.run, lambda: False, lambda incoming: None)
+        assert send_version(sender, versions.next_source(-1, 1))
+        sender.close()
+        with pytest.raises(LinkBroken, match="the link is closed"):
+            running.result(10)
+    assert version_store.slots.newest() == 2 and copied == [GRID_BYTES, 2 * GRID_BYTES]
+    _, held = version_store.slots.read_with(np.copy)
+    assert (held == 2).all()
+    versions.close()
 
 
 class LateLink(MemoryLink):
