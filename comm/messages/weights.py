@@ -53,16 +53,9 @@ class OpenPushLink(Message, frozen=True):
     segment: str = ""
 
 
-class SubscribeVersions(Message, frozen=True):
-    """The relay opens end 1 of the link named and sends each new version over it."""
+class OpenPullLink(Message, frozen=True):
+    """The relay opens end 1 of the link named, and sends each new version over it, or `version` alone."""
 
     link: str
     backend: str
-
-
-class FetchVersion(Message, frozen=True):
-    """The relay opens end 1 of the link named and sends `version` alone over it."""
-
-    link: str
-    backend: str
-    version: int
+    version: int | None = None

@@ -7,7 +7,6 @@ at the byte that it had reached. Offsets of a part count along its byte ranges.
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,15 +16,6 @@ from .byte_ranges import GRID_BYTES, ByteRanges, chunk_digest, digest_of_ranges,
 if TYPE_CHECKING:
     from ...comm.messages.weights import Offer
     from .slots import StoredVersion
-
-
-class IncomingState(Enum):
-    """Life cycle of an incoming version."""
-
-    ARRIVING = auto()
-    COMPLETE = auto()
-    ABANDONED = auto()
-    """The version was given up: superseded, or its sender or this process ends."""
 
 
 def is_trainer(upstream: str) -> bool:
@@ -53,8 +43,10 @@ class IncomingVersion:
     buffer: np.ndarray
     """The slot's bytes, uint8 [num_bytes]."""
     _advanced: threading.Condition
-    state: IncomingState = IncomingState.ARRIVING
     digest: str = ""
+    """Once the version is complete."""
+    is_abandoned: bool = False
+    """The version was given up: superseded, or its sender or this process ends."""
     _right_parts: set[int] = field(default_factory=set)
     _ranges: dict[int, ByteRanges] = field(default_factory=dict)
     _done: dict[int, int] = field(default_factory=dict)
@@ -68,7 +60,7 @@ class IncomingVersion:
 
     @property
     def is_arriving(self) -> bool:
-        return self.state is IncomingState.ARRIVING
+        return not self.digest and not self.is_abandoned
 
     @property
     def is_pushed(self) -> bool:

@@ -14,17 +14,12 @@ from ...comm.errors import HeadraceError
 from ...comm.fleet import Fleet
 from ...comm.links.base import Link
 from ...comm.messages.base import Message
-from ...comm.messages.weights import (
-    FetchVersion,
-    OpenPushLink,
-    SubscribeVersions,
-    VersionReady,
-)
+from ...comm.messages.weights import OpenPullLink, OpenPushLink, VersionReady
 from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
 from ...comm.waits import join_thread
 from .chain import Chain
-from .incoming import IncomingState, IncomingVersion, is_trainer
+from .incoming import IncomingVersion, is_trainer
 from .transfer import SILENCE_S, VersionReceiver, send_version, send_versions
 from .version_store import VersionStore
 
@@ -37,7 +32,6 @@ class WeightServer:
     def __init__(self, fleet: Fleet, segment: Segment, settings: CommSettings) -> None:
         self.version_store = VersionStore(segment)
         self._fleet = fleet
-        self._segment = segment
         self._mailbox = fleet.open_mailbox(f"{fleet.name}/weights")
         self._stop = threading.Event()
         self._transfers: list[threading.Thread] = []
@@ -84,32 +78,29 @@ class WeightServer:
         match message:
             case OpenPushLink(segment=path):
                 self._start(message, 0, lambda link: self._receive(link, sender, path))
-            case FetchVersion(version=version):
+            case OpenPullLink(version=None):
+                self._start(message, 1, lambda link: send_versions(link, self.version_store, self._is_open))
+            case OpenPullLink(version=int() as version):
                 self._start(message, 1, lambda link: send_version(link, self.version_store.source_of(version)))
-            case SubscribeVersions():
-                self._start(message, 1, self._send_all)
             case _:
                 _log.warning("%s ignores %s from %s", self._fleet.name, type(message).__name__, sender)
 
     def _receive(self, link: Link, sender: str, path: str) -> None:
         def complete(incoming: IncomingVersion) -> None:
-            if is_trainer(sender) and incoming.state is IncomingState.COMPLETE:
+            if is_trainer(sender) and incoming.digest:
                 self._mailbox.send("hub", VersionReady(incoming.offer.version, incoming.digest))
             if link.backend == "nccl":  # its bytes come from a GPU: pinned slots serve from the second version on
-                for index in range(self._segment.num_slots):
-                    self.version_store.slots.pin(index)
+                self.version_store.slots.pin()
 
         with closing(Segment.open(path)) if path else nullcontext() as segment:
             # A trainer that was frozen goes on here; if it is a relay that is, the one before it passes it over.
             receiver = VersionReceiver(link, self.version_store, sender, segment, self._fleet.settings.deadline_s)
             receiver.run(self._stop.is_set, complete)
 
-    def _send_all(self, link: Link) -> None:
-        send_versions(link, self.version_store, lambda: not self._stop.is_set())
+    def _is_open(self) -> bool:
+        return not self._stop.is_set()
 
-    def _transfer(
-        self, request: OpenPushLink | FetchVersion | SubscribeVersions, end: int, work: Callable[[Link], object]
-    ) -> None:
+    def _transfer(self, request: OpenPushLink | OpenPullLink, end: int, work: Callable[[Link], object]) -> None:
         try:
             link = self._fleet.open_link(request.link, end, SILENCE_S, request.backend)
         except HeadraceError as error:
@@ -124,9 +115,7 @@ class WeightServer:
             link.close()
             self._links.remove(link)
 
-    def _start(
-        self, request: OpenPushLink | FetchVersion | SubscribeVersions, end: int, work: Callable[[Link], object]
-    ) -> None:
+    def _start(self, request: OpenPushLink | OpenPullLink, end: int, work: Callable[[Link], object]) -> None:
         self._transfers = [thread for thread in self._transfers if thread.is_alive()]
         thread = threading.Thread(
             target=self._transfer, args=(request, end, work), name=f"{self._fleet.name} {request.link}", daemon=True

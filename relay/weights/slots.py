@@ -64,7 +64,7 @@ class VersionSlots:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self._pinned: dict[int, np.ndarray] = {}
+        self._pinned: list[np.ndarray] = []
         self._locked: set[int] = set()
         """The slots that are written under a lock; one that was taken from readers has none."""
 
@@ -133,16 +133,12 @@ class VersionSlots:
             self._slot(write.slot)[_VERSION] = -1
             self._unlock(write)
 
-    def pin(self, slot: int) -> None:
-        """Map a slot's pages, and pin them for copies from a GPU, once."""
-        if slot not in self._pinned:
-            self._pinned[slot] = self.segment.slot(slot)
-            pin(self._pinned[slot])
-
-    def close(self) -> None:
-        """Unpin the slots and close this opening of the segment."""
-        self._pinned.clear()
-        self.segment.close()
+    def pin(self) -> None:
+        """Pin the slots for copies from a GPU, once, as long as these slots live."""
+        if not self._pinned:
+            self._pinned = [self.segment.slot(index) for index in range(self.segment.num_slots)]
+            for buffer in self._pinned:
+                pin(buffer)
 
     def _unlock(self, write: StoredVersion) -> None:
         if write.slot in self._locked:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ...comm.errors import LinkBroken
 from ...comm.messages.weights import Offer
 from ...comm.shared_memory import Segment
-from .incoming import IncomingState, IncomingVersion, is_trainer
+from .incoming import IncomingVersion, is_trainer
 from .slots import READER_LOCK_S, StoredVersion, VersionSlots
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class SlotSource:
         """False once the slot holds something else; raises `LinkBroken` when the store is closed."""
         if self._store.closed:
             raise LinkBroken("this relay ends")
-        if self._incoming is not None and self._incoming.state is IncomingState.ABANDONED:
+        if self._incoming is not None and self._incoming.is_abandoned:
             return False
         return self._store.slots.generation(self.slot) in self._generations
 
@@ -164,7 +164,7 @@ class VersionStore:
         is_right = incoming.part_digest(part) == digest
         with self._changed:
             if not incoming.is_arriving:
-                return incoming.state is IncomingState.COMPLETE
+                return bool(incoming.digest)
             incoming.record_check(part, is_right)
             if not is_right:
                 _log.warning(
@@ -177,10 +177,9 @@ class VersionStore:
             # Meanwhile the version may have been abandoned, or a part been found wrong that another upstream sent again.
             if incoming.is_arriving and incoming.is_checked and whole:
                 incoming.digest = whole
-                incoming.state = IncomingState.COMPLETE
                 self.slots.commit(incoming.slot, whole)
                 self._notify()
-            return incoming.state is not IncomingState.ABANDONED
+            return not incoming.is_abandoned
 
     def abandon(self, incoming: IncomingVersion, part: int, upstream: str) -> None:
         """Abandon a version because `upstream`, which sends this part, has."""
@@ -204,7 +203,7 @@ class VersionStore:
 
     def _abandon(self) -> None:
         if self.incoming is not None and self.incoming.is_arriving:
-            self.incoming.state = IncomingState.ABANDONED
+            self.incoming.is_abandoned = True
             self.slots.abort(self.incoming.slot)
             self._notify()
         self.incoming = None  # its buffer is a view that would hold the segment's memory

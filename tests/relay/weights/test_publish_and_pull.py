@@ -123,7 +123,7 @@ def test_the_next_process_of_a_relay_tells_the_hub_of_the_version_that_it_finds(
     told = scene.hub.receive(PATIENCE_S).message
     (server,) = scene.relays
     server.close()
-    segment = Segment.open(server._segment.path)
+    segment = Segment.open(server.version_store.slots.segment.path)
     scene.closing += [
         segment,
         WeightServer(scene.join("relay", 0, {"segment": segment.path}), segment, scene.settings).start(),

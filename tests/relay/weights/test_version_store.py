@@ -18,7 +18,7 @@ from headrace.comm.links.frames import send_data, send_frame
 from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
-from headrace.relay.weights.incoming import IncomingState, watermark
+from headrace.relay.weights.incoming import watermark
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import PublishedVersions
 from headrace.relay.weights.shards import WeightShard
@@ -60,7 +60,7 @@ class StoreUnderLoad(RuleBasedStateMachine):
     def send(self, data, share):
         incoming, at, version = self.senders[upstream := data.draw(st.sampled_from(sorted(self.senders)))]
         end = at + int(share * (NUM_BYTES - at))
-        if not incoming.is_from(0, upstream) or incoming.state is not IncomingState.ARRIVING:
+        if not incoming.is_from(0, upstream) or not incoming.is_arriving:
             self.end(upstream)
             return
         incoming.buffer[at:end] = content(version)[at:end]
@@ -71,7 +71,7 @@ class StoreUnderLoad(RuleBasedStateMachine):
     @rule(data=st.data(), is_wrong=st.booleans())
     def finish(self, data, is_wrong):
         incoming, at, version = self.senders[upstream := data.draw(st.sampled_from(sorted(self.senders)))]
-        if not incoming.is_from(0, upstream) or incoming.state is not IncomingState.ARRIVING:
+        if not incoming.is_from(0, upstream) or not incoming.is_arriving:
             self.end(upstream)
             return
         incoming.buffer[at:] = content(version)[at:]
@@ -139,7 +139,7 @@ def test_a_version_offered_again_continues_at_its_offset(version_store):
 def test_a_newer_version_supersedes_one_that_has_not_arrived_and_an_older_one_is_refused(version_store):
     old, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
     version_store.begin_receive(Offer(2, NUM_BYTES, 5), "b")
-    assert old.state is IncomingState.ABANDONED
+    assert old.is_abandoned
     assert version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a") is None
     assert not version_store.advance(old, 0, "a", 10)
 
@@ -241,8 +241,8 @@ def test_a_version_that_waited_for_readers_is_refused_once_a_newer_one_arrives(l
         older = pool.submit(store.begin_receive, Offer(4, NUM_BYTES, 5), "a")
         reader.unlock(slots[0], Lock.SHARED)
         incoming, _ = newer.result(10)
-        assert incoming.state is IncomingState.ARRIVING and incoming.offer.version == 5
-        assert older.result(10) is None or older.result()[0].state is IncomingState.ABANDONED
+        assert incoming.is_arriving and incoming.offer.version == 5
+        assert older.result(10) is None or older.result()[0].is_abandoned
 
 
 def test_a_version_can_leave_before_it_has_arrived_whole(version_store):
