@@ -41,8 +41,8 @@ class Chain:
 
     def __init__(self, fleet: Fleet, versions: VersionQueue, settings: CommSettings, segment: str = "") -> None:
         """segment: the path of the memory from which a relay on this host may copy what `versions` offers."""
-        self.failure: Exception | None = None
-        """What ended the thread."""
+        self.failure: SettingError | None = None
+        """The setting that ended the thread."""
         self._fleet = fleet
         self._versions = versions
         self._settings = settings
@@ -65,28 +65,24 @@ class Chain:
 
     def _run(self) -> None:
         """Keep a link to the successor. Waits for a successor and for versions; woken by the clock and by versions."""
-        try:
-            while not self._stop.is_set():
+        while not self._stop.is_set():
+            successor = self._successor()
+            if successor is None or self._is_suspected(successor):
+                self._stop.wait(self._settings.heartbeat_s)
                 successor = self._successor()
-                if successor is None or self._is_suspected(successor):
-                    self._stop.wait(self._settings.heartbeat_s)
-                    successor = self._successor()
-                if successor is not None and not self._stop.is_set():
-                    self._try(successor)
-        except Exception as error:  # noqa: BLE001 - the border of the thread: the trainer's next publish raises it
-            _log.error("%s sends no more versions: %s", self._fleet.name, str(error))
-            self.failure = error
-
-    def _try(self, successor: Member) -> None:
-        try:
-            self._send_to(successor)
-        except SettingError:
-            raise
-        except HeadraceError as error:
-            _log.info("%s: the link to %s broke; others go first: %s", self._fleet.name, successor.name, str(error))
-            # By then the fleet knows whether it lives.
-            until = time.monotonic() + self._settings.expiry_s
-            self._suspected_until[successor.name, successor.incarnation] = until
+            if successor is None or self._stop.is_set():
+                continue
+            try:
+                self._send_to(successor)
+            except SettingError as error:
+                _log.error("%s sends no versions: %s", self._fleet.name, str(error))
+                self.failure = error
+                return
+            except HeadraceError as error:
+                _log.info("%s: the link to %s broke; others go first: %s", self._fleet.name, successor.name, str(error))
+                # By then the fleet knows whether it lives.
+                until = time.monotonic() + self._settings.expiry_s
+                self._suspected_until[successor.name, successor.incarnation] = until
 
     def _is_suspected(self, relay: Member) -> bool:
         return self._suspected_until.get((relay.name, relay.incarnation), 0.0) > time.monotonic()

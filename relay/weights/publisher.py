@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from ...comm.errors import SettingError
 from ...comm.fleet import Fleet
 from ...comm.messages.weights import Offer
 from ...comm.recipe import CommSettings
@@ -53,13 +54,13 @@ class WeightPublisher:
         return self
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> SettingError | None:
         return self._chain.failure
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Receipt:
         """Copy the tensors (cast to the layout's dtype) to host memory and return; that is the trainer's whole stall.
 
-        Raises the error that ended the thread, if it has ended.
+        Raises `SettingError` if the settings allow no way to a relay.
         """
         self.start()
         if self._chain.failure is not None:
