@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ...comm.messages.weights import Offer
     from .slots import StoredVersion
 
+_WAKE_S = 1.0
+
 
 def is_trainer(upstream: str) -> bool:
     """Whether an upstream is a rank of the trainer; others are relays."""
@@ -97,6 +99,12 @@ class IncomingVersion:
         self._done[part] = 0
         with self._hashing:
             self._chunks.clear()
+
+    def digest_arriving(self) -> None:
+        """Digest chunks until all have arrived; on a core of its own, while the thread that receives them goes on."""
+        while self.is_arriving and (at := len(self._chunks) * GRID_BYTES) < self.offer.num_bytes:
+            self.wait_bytes_ready(min(at + GRID_BYTES, self.offer.num_bytes) - 1, _WAKE_S)
+            self.update_digest()
 
     def update_digest(self) -> None:
         """Digest the chunks that have arrived whole since the last call."""

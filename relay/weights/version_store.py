@@ -153,8 +153,7 @@ class VersionStore:
             if not incoming.advance(part, upstream, done):
                 return False
             self._advanced.notify_all()
-        incoming.update_digest()
-        return True
+            return True
 
     def finish(self, incoming: IncomingVersion, part: int, digest: str) -> bool:
         """Check a part that is in place; the last right part makes the version readable. False if the part must come again.
@@ -199,6 +198,7 @@ class VersionStore:
             self._changed.wait(_POLL_S)
             return None
         self.incoming = IncomingVersion(offer, slot, self.slots.segment.slot(slot.slot), self._advanced)
+        threading.Thread(target=self.incoming.digest_arriving, name="weights digest", daemon=True).start()
         return self.incoming
 
     def _abandon(self) -> None:
