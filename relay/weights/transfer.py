@@ -56,7 +56,7 @@ class _Accept(msgspec.Struct, frozen=True, tag=True):
     offset: int
 
 
-class _Trailer(msgspec.Struct, frozen=True, tag=True):
+class Trailer(msgspec.Struct, frozen=True, tag=True):
     """All bytes were sent, and this is their digest; empty if the sender abandoned the version."""
 
     digest: str
@@ -69,8 +69,8 @@ class _TransferAck(msgspec.Struct, frozen=True, tag=True):
 
 
 _OFFERS = msgspec.msgpack.Decoder(Offer)
-_OFFERS_OR_NONE = msgspec.msgpack.Decoder(Offer | _Trailer)
-_TRAILERS = msgspec.msgpack.Decoder(_Trailer)
+OFFERS_OR_NONE = msgspec.msgpack.Decoder(Offer | Trailer)
+TRAILERS = msgspec.msgpack.Decoder(Trailer)
 _ACCEPTS = msgspec.msgpack.Decoder(_Accept)
 _ACKS = msgspec.msgpack.Decoder(_TransferAck)
 
@@ -136,7 +136,7 @@ def send_version(link: Link, source: VersionSource | None, piece_bytes: int = 1 
     Raises `LinkBroken` or `MessageRefused`.
     """
     if source is None:
-        send_frame(link, _Trailer(""), SILENCE_S)
+        send_frame(link, Trailer(""), SILENCE_S)
         return False
     with closing(source):
         for _ in range(_MAX_ATTEMPTS):
@@ -149,7 +149,7 @@ def send_version(link: Link, source: VersionSource | None, piece_bytes: int = 1 
             while (digest := source.digest(IDLE_S)) is None and source.is_valid():
                 send_idle(link, SILENCE_S)
             digest = digest if source.is_valid() else ""
-            send_frame(link, _Trailer(digest or ""), SILENCE_S)
+            send_frame(link, Trailer(digest or ""), SILENCE_S)
             if not digest:
                 return False
             if receive_frame(link, _ACKS, SILENCE_S).is_right:
@@ -164,7 +164,7 @@ def _send_bytes(link: Link, source: VersionSource, at: int, piece_bytes: int) ->
             if ready <= offset:
                 send_idle(link, SILENCE_S)
         if not source.is_valid():
-            send_frame(link, _Trailer(""), SILENCE_S)
+            send_frame(link, Trailer(""), SILENCE_S)
             return False
         send_data(link, source.buffer[offset:after], SILENCE_S)
     return True
@@ -234,7 +234,7 @@ class VersionReceiver:
                     raise LinkBroken(f"version {offer.version} is no longer taken from {self.upstream}")
                 failpoint("receive", version=offer.version, num_bytes=at)
             elif kind is FrameKind.MESSAGE:
-                trailer = receive_frame(self.link, _TRAILERS, SILENCE_S, head)
+                trailer = receive_frame(self.link, TRAILERS, SILENCE_S, head)
                 if not trailer.digest:
                     self.version_store.abandon(incoming, offer.part, self.upstream)
                     return False
@@ -248,14 +248,14 @@ def receive_version(link: Link, into: np.ndarray) -> str | None:
 
     Raises `LinkBroken` or `MessageRefused`.
     """
-    offer = receive_frame(link, _OFFERS_OR_NONE, SILENCE_S)
-    if isinstance(offer, _Trailer):
+    offer = receive_frame(link, OFFERS_OR_NONE, SILENCE_S)
+    if isinstance(offer, Trailer):
         return None
     if offer.num_bytes != into.nbytes:
         raise LinkBroken(f"version {offer.version} has {offer.num_bytes} bytes, not {into.nbytes}")
     send_frame(link, _Accept(0), SILENCE_S)
     _fill(link, into, f"version {offer.version}")
-    trailer = receive_frame(link, _TRAILERS, SILENCE_S)
+    trailer = receive_frame(link, TRAILERS, SILENCE_S)
     is_right = digest(into) == trailer.digest
     send_frame(link, _TransferAck(is_right), SILENCE_S)
     if not is_right:
