@@ -1,10 +1,11 @@
-"""A relay's shared memory: a header page and equal slots in a memfd that the relay's supervisor owns.
+"""Shared memory for versions of the weights: a header page and equal slots in a memfd.
 
-The supervisor creates the memfd and passes it to its child in `HEADRACE_SEGMENT_FD`; other processes on the host open the
-supervisor's descriptor (`comm/memfd.py`). So the memory survives the relay's process and ends with the supervisor.
+A relay's belongs to its supervisor, which passes it to its child in `HEADRACE_SEGMENT_FD`: so it survives the relay's process and
+ends with the supervisor. Other processes on the host open the owner's descriptor (`comm/memfd.py`).
 
-Readers lock slots with shared byte-range locks and the writer with an exclusive one; the kernel frees the locks of a dead process. A lock only keeps a slot from being chosen for the next version. The slot's generation, which the reader
-checks again after its copy, tells whether the copy is valid.
+Readers lock slots with shared byte-range locks and the writer with an exclusive one; the kernel frees the locks of a dead
+process. A lock only keeps a slot from being chosen for the next version. The slot's generation, which the reader checks again
+after its copy, tells whether the copy is valid.
 """
 
 import fcntl
@@ -81,7 +82,7 @@ class Segment:
         return int(self._shape[1])
 
     def allocate(self, num_slots: int, slot_bytes: int) -> None:
-        """Give the segment its slots; the owner does this once."""
+        """Give the segment its slots, or more of them."""
         assert self.slot_bytes in (0, slot_bytes), (
             f"a segment with slots of {self.slot_bytes} bytes cannot change its shape"
         )

@@ -181,7 +181,7 @@ def actor_memory(
         states["weights at the version's start"] = 4 * share
     is_sharded = actors > 1 or recipe.trainer.offload
     host = {
-        # Without a GPU all but the first go to the relay's memory at once.
+        # Steps without a GPU are so long that a version has left before the next one.
         "published weights": sizes.version_bytes(lora, recipe.model.dtype) / actors * (2 if on_gpu else 1),
         CHECKPOINT_PARTS[0]: (4 + moments) * share,
         # Of rank 0, where the copy for the checkpoint does not have it whole.

@@ -54,13 +54,8 @@ from .run import (
 )
 from .saved_queue import QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
 from .weights import (
-    FetchVersion,
+    OpenPullLink,
     OpenPushLink,
-    PushResult,
-    ReserveSlot,
-    ShardWritten,
-    SlotReserved,
-    SubscribeVersions,
     VersionReady,
     WeightsPulled,
 )

@@ -9,7 +9,8 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     """The sender has this version, or part `part` of its `num_parts`, or is receiving it.
 
     `spans` are the part's byte ranges in the layout, empty for a single part, which has all; offsets count along them.
-    `incarnation` is that of the trainer which made the version: its rank 0's, for all parts.
+    `incarnation` is that of the trainer which made the version: its rank 0's, for all parts. `slot` is that of the sender's
+    segment which holds the part, where the receiver can read it there.
     """
 
     version: int
@@ -19,6 +20,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     part: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     incarnation: int = 1
+    slot: int = 0
 
     @property
     def identity(self) -> tuple[int, ...]:
@@ -40,57 +42,20 @@ class WeightsPulled(Message, frozen=True):
     digest: str
 
 
-class ReserveSlot(Message, frozen=True):
-    """An actor rank on the relay's host asks for the slot to write its offer into. Repeated until answered.
+class OpenPushLink(Message, frozen=True):
+    """The sender will send versions over the link named; the relay opens end 0 of it.
 
-    Version -1 reserves ahead, for the version that the actor publishes next.
+    `segment` is the path of the sender's memory, for a relay on its host: the bytes are in the slots there that offers name.
     """
 
-    request_id: int
-    offer: Offer
+    link: str
+    backend: str
+    segment: str = ""
 
 
-class SlotReserved(Message, frozen=True):
-    """The relay's answer: the version goes into `slot` of its segment, which has this generation."""
-
-    request_id: int
-    slot: int
-    generation: int
-
-
-class ShardWritten(Message, frozen=True):
-    """An actor rank has written its offer into the slot; `digest` is that of its part alone."""
-
-    request_id: int
-    offer: Offer
-    generation: int
-    digest: str
-
-
-class PushResult(Message, frozen=True):
-    """The relay's answer to a push; `refusal` is empty on success."""
-
-    request_id: int
-    refusal: str = ""
-
-
-class OpenPushLink(Message, frozen=True):
-    """The sender will send versions over the link named; the relay opens end 0 of it."""
+class OpenPullLink(Message, frozen=True):
+    """The relay opens end 1 of the link named, and sends each new version over it, or `version` alone."""
 
     link: str
     backend: str
-
-
-class SubscribeVersions(Message, frozen=True):
-    """The relay opens end 1 of the link named and sends each new version over it."""
-
-    link: str
-    backend: str
-
-
-class FetchVersion(Message, frozen=True):
-    """The relay opens end 1 of the link named and sends `version` alone over it."""
-
-    link: str
-    backend: str
-    version: int
+    version: int | None = None

@@ -72,8 +72,13 @@ def join_digests(chunks: Iterable[bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(chunks))
 
 
+def chunk_digests(buffer: np.ndarray, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """The digests of the chunks of byte ranges [start, end) of a buffer, in order."""
+    for start, end in ranges:
+        for at in range(start, end, GRID_BYTES):
+            yield chunk_digest(buffer[:end], at)
+
+
 def digest_of_ranges(buffer: np.ndarray, ranges: Iterable[tuple[int, int]]) -> str:
     """The digest of byte ranges [start, end) of a buffer, taken together."""
-    return join_digests(
-        chunk_digest(buffer[start:end], at) for start, end in ranges for at in range(0, end - start, GRID_BYTES)
-    )
+    return join_digests(chunk_digests(buffer, ranges))

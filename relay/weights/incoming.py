@@ -7,7 +7,6 @@ at the byte that it had reached. Offsets of a part count along its byte ranges.
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,16 +17,7 @@ if TYPE_CHECKING:
     from ...comm.messages.weights import Offer
     from .slots import StoredVersion
 
-
-class IncomingState(Enum):
-    """Life cycle of an incoming version."""
-
-    RESERVED = auto()
-    """An actor may write into the slot ahead, before the version is known."""
-    ARRIVING = auto()
-    COMPLETE = auto()
-    ABANDONED = auto()
-    """The version was given up: superseded, or its sender or this process ends."""
+_WAKE_S = 1.0
 
 
 def is_trainer(upstream: str) -> bool:
@@ -54,9 +44,11 @@ class IncomingVersion:
     slot: "StoredVersion"
     buffer: np.ndarray
     """The slot's bytes, uint8 [num_bytes]."""
-    state: IncomingState
     _advanced: threading.Condition
     digest: str = ""
+    """Once the version is complete."""
+    is_abandoned: bool = False
+    """The version was given up: superseded, or its sender or this process ends."""
     _right_parts: set[int] = field(default_factory=set)
     _ranges: dict[int, ByteRanges] = field(default_factory=dict)
     _done: dict[int, int] = field(default_factory=dict)
@@ -69,23 +61,18 @@ class IncomingVersion:
         return watermark(self.offer.num_bytes, self.offer.num_parts, self._ranges, self._done)
 
     @property
-    def is_open(self) -> bool:
-        return self.state in (IncomingState.RESERVED, IncomingState.ARRIVING)
+    def is_arriving(self) -> bool:
+        return not self.digest and not self.is_abandoned
 
     @property
     def is_pushed(self) -> bool:
-        """True if the trainer writes into the slot, and no relay."""
-        return any(map(is_trainer, self._upstreams.values())) or not self._upstreams
+        """True if the trainer sends it, and no relay."""
+        return any(map(is_trainer, self._upstreams.values()))
 
     @property
     def is_checked(self) -> bool:
         """True while all parts are in place and match their digests."""
         return len(self._right_parts) == self.offer.num_parts
-
-    def bind(self, offer: "Offer") -> None:
-        self.offer = offer
-        self.state = IncomingState.ARRIVING
-        self.slot = self.slot._replace(version=offer.version)
 
     def set_upstream(self, offer: "Offer", upstream: str) -> int:
         """`upstream` sends the offered part from now on; returns the offset to continue at."""
@@ -95,7 +82,7 @@ class IncomingVersion:
 
     def advance(self, part: int, upstream: str, done: int) -> bool:
         """`done` bytes of a part are in place; False if `upstream` may no longer send the part."""
-        if self.state is not IncomingState.ARRIVING or not self.is_from(part, upstream):
+        if not self.is_arriving or not self.is_from(part, upstream):
             return False
         self._done[part] = max(self._done[part], done)
         return True
@@ -112,6 +99,12 @@ class IncomingVersion:
         self._done[part] = 0
         with self._hashing:
             self._chunks.clear()
+
+    def digest_arriving(self) -> None:
+        """Digest chunks until all have arrived; on a core of its own, while the thread that receives them goes on."""
+        while self.is_arriving and (at := len(self._chunks) * GRID_BYTES) < self.offer.num_bytes:
+            self.wait_bytes_ready(min(at + GRID_BYTES, self.offer.num_bytes) - 1, _WAKE_S)
+            self.update_digest()
 
     def update_digest(self) -> None:
         """Digest the chunks that have arrived whole since the last call."""
@@ -137,11 +130,11 @@ class IncomingVersion:
     def wait_bytes_ready(self, beyond: int, timeout_s: float) -> int:
         """Bytes in place from the start; waits up to `timeout_s` for more than `beyond`, or for the end of the arrival."""
         with self._advanced:
-            self._advanced.wait_for(lambda: self.bytes_ready > beyond or not self.is_open, timeout_s)
+            self._advanced.wait_for(lambda: self.bytes_ready > beyond or not self.is_arriving, timeout_s)
             return self.bytes_ready
 
     def wait_digest(self, timeout_s: float) -> str | None:
         """The digest; None if the version is not complete within `timeout_s`."""
         with self._advanced:
-            self._advanced.wait_for(lambda: not self.is_open, timeout_s)
+            self._advanced.wait_for(lambda: not self.is_arriving, timeout_s)
             return self.digest or None

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def pin(buffer: np.ndarray) -> bool:
-    """Register a buffer; False without a GPU, and where CUDA refuses, which makes copies slower."""
+    """Register a buffer for as long as this array lives; False without a GPU, and where CUDA refuses, which makes copies slower."""
     import torch  # here, since a relay without a GPU starts without it
 
     if not torch.cuda.is_available() or not buffer.nbytes:
@@ -24,14 +24,9 @@ def pin(buffer: np.ndarray) -> bool:
     if error:
         _log.warning("CUDA does not pin %d bytes of host memory (error %d); copies are slower", buffer.nbytes, error)
         _clear_error()
-    return not error
-
-
-def unpin(address: int) -> None:
-    """End the registration of the buffer at this address."""
-    if error := int(_runtime().cudaHostUnregister(address)):
-        _log.warning("CUDA does not release pinned host memory (error %d)", error)
-        _clear_error()
+        return False
+    weakref.finalize(buffer, _unpin, buffer.ctypes.data).atexit = False  # CUDA may have ended before
+    return True
 
 
 def host_buffer(num_bytes: int) -> np.ndarray:
@@ -40,9 +35,15 @@ def host_buffer(num_bytes: int) -> np.ndarray:
     It takes no more than these bytes, where torch's allocator of pinned memory takes the next power of two.
     """
     buffer = np.full(num_bytes, 0, np.uint8)  # `np.zeros` maps no pages
-    if pin(buffer):
-        weakref.finalize(buffer, unpin, buffer.ctypes.data).atexit = False  # CUDA may have ended before
+    pin(buffer)
     return buffer
+
+
+def _unpin(address: int) -> None:
+    """End the registration of the buffer at this address."""
+    if error := int(_runtime().cudaHostUnregister(address)):
+        _log.warning("CUDA does not release pinned host memory (error %d)", error)
+        _clear_error()
 
 
 def _runtime() -> Any:

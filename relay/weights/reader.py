@@ -6,10 +6,8 @@ On a host without a relay, a mirror keeps a segment of this process filled over 
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,16 +17,14 @@ from ...comm.fleet import Fleet, is_shared
 from ...comm.links.base import Link
 from ...comm.links.opening import remote_backend
 from ...comm.mailbox import Mailbox
-from ...comm.messages.base import Message
-from ...comm.messages.weights import FetchVersion, SubscribeVersions
+from ...comm.messages.weights import OpenPullLink
 from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
 from ...comm.waits import join_thread, waiting
 from .byte_ranges import ByteRanges
 from .layout import Layout
-from .protocol import SILENCE_S
 from .slots import Receipt, StoredVersion, VersionNotAvailable, VersionSlots
-from .transfer import receive_version, receive_versions
+from .transfer import SILENCE_S, VersionReceiver, receive_version
 from .version_store import VersionStore
 
 if TYPE_CHECKING:
@@ -201,9 +197,9 @@ class WeightMirror:
                     _log.warning("%s: its link for weights broke; it tries the next relay: %s", self._fleet.name, error)
 
     def _receive_from(self, relay: str) -> None:
-        self._link = _request_link(self._fleet, self._mailbox, relay, SubscribeVersions, self._settings)
+        self._link = _open_pull_link(self._fleet, self._mailbox, relay, self._settings)
         with closing(self._link):
-            receive_versions(self._link, self._version_store, relay, self._stop.is_set, lambda _: None)
+            VersionReceiver(self._link, self._version_store, relay).run(self._stop.is_set, lambda _: None)
 
 
 def fetch_version(fleet: Fleet, version: int, into: np.ndarray, settings: CommSettings) -> str | None:
@@ -211,8 +207,7 @@ def fetch_version(fleet: Fleet, version: int, into: np.ndarray, settings: CommSe
     with closing(fleet.open_mailbox(f"{fleet.name}/fetch")) as mailbox:
         for relay in fleet.alive_members("relay", having="segment"):
             try:
-                link = _request_link(fleet, mailbox, relay.name, partial(FetchVersion, version=version), settings)
-                with closing(link):
+                with closing(_open_pull_link(fleet, mailbox, relay.name, settings, version)) as link:
                     if (digest := receive_version(link, into)) is not None:
                         return digest
             except HeadraceError as error:
@@ -220,10 +215,10 @@ def fetch_version(fleet: Fleet, version: int, into: np.ndarray, settings: CommSe
         return None
 
 
-def _request_link(
-    fleet: Fleet, mailbox: Mailbox, relay: str, request: Callable[[str, str], Message], settings: CommSettings
+def _open_pull_link(
+    fleet: Fleet, mailbox: Mailbox, relay: str, settings: CommSettings, version: int | None = None
 ) -> Link:
-    """Open a link over which `relay` sends the versions of a request, made of link and back end. Raises `LinkBroken`."""
+    """Open a link over which `relay` sends each new version, or one. Raises `LinkBroken`."""
     name = f"{relay}>{mailbox.name} {fleet.incarnation}.{time.monotonic_ns()}"
-    mailbox.send(f"{relay}/weights", request(name, remote_backend(settings)))
+    mailbox.send(f"{relay}/weights", OpenPullLink(name, remote_backend(settings), version))
     return fleet.open_link(name, 0, SILENCE_S, remote_backend(settings))

@@ -5,20 +5,19 @@ slice the tensor). All ranks together cover the layout, and no rank gathers rows
 one after the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...comm.errors import SettingError
 from ...comm.messages.weights import Offer
-from .byte_ranges import ByteRanges, digest_of_ranges
+from .byte_ranges import ByteRanges, chunk_digests
 from .layout import Entry, Layout, local_tensor, num_rows
 
 
@@ -71,12 +70,13 @@ class WeightShard:
     def num_bytes(self) -> int:
         return self.ranges.num_bytes
 
-    def offer(self, version: int, incarnation: int) -> Offer:
-        """The offer of this part of a version, which this incarnation of the trainer made."""
+    def offer(self, version: int, incarnation: int, slot: int = 0) -> Offer:
+        """The offer of this part of a version, which this incarnation of the trainer made and has in a slot of its memory."""
         layout = self.layout
         spans = () if self.num_parts == 1 else self.ranges.spans
-        offer = Offer(version, layout.num_bytes, layout.fingerprint, self.num_parts, self.index, spans)
-        return msgspec.structs.replace(offer, incarnation=incarnation)
+        return Offer(
+            version, layout.num_bytes, layout.fingerprint, self.num_parts, self.index, spans, incarnation, slot
+        )
 
     def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray) -> None:
         """Cast and copy this rank's rows into a buffer of the part's bytes, uint8 [num_bytes]."""
@@ -89,9 +89,9 @@ class WeightShard:
         if any(shard.is_cuda for shard in shards.values()):
             torch.cuda.synchronize()
 
-    def digest(self, buffer: np.ndarray) -> str:
-        """The digest of the part in a buffer of the part's bytes, uint8 [num_bytes]."""
-        return digest_of_ranges(buffer, pairwise(self.ranges.starts))
+    def chunk_digests(self, buffer: np.ndarray) -> Iterator[bytes]:
+        """The digests of the part's chunks, which `join_digests` joins, in a buffer of the part's bytes, uint8 [num_bytes]."""
+        return chunk_digests(buffer, pairwise(self.ranges.starts))
 
 
 def held_rows(tensor: Tensor) -> tuple[int, int]:

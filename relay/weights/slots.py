@@ -15,7 +15,7 @@ import numpy as np
 
 from ...comm.errors import HeadraceError, WrongDigest
 from ...comm.shared_memory import Lock, Segment
-from .pinned import pin, unpin
+from .pinned import pin
 
 T = TypeVar("T")
 
@@ -64,8 +64,7 @@ class VersionSlots:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self._mapped: dict[int, np.ndarray | None] = {}
-        """The slots that `pin` has mapped; None for those that are not pinned."""
+        self._pinned: list[np.ndarray] = []
         self._locked: set[int] = set()
         """The slots that are written under a lock; one that was taken from readers has none."""
 
@@ -87,7 +86,9 @@ class VersionSlots:
 
     # -------------------------------------------------------------------------------------------- the writer's side
 
-    def begin(self, version: int, *, force: bool = False, busy: Container[int] = ()) -> StoredVersion | None:
+    def begin(
+        self, version: int, incarnation: int = 1, *, force: bool = False, busy: Container[int] = ()
+    ) -> StoredVersion | None:
         """A slot to write `version` into, without waiting; None while readers lock all that may be written.
 
         With `force` it takes the oldest of those: its readers find their copies torn, and read again. `busy` slots are not taken.
@@ -110,16 +111,16 @@ class VersionSlots:
         words[_GENERATION] += 1 + words[_GENERATION] % 2
         if owned[slot]:
             self._locked.add(slot)
-        return StoredVersion(version, "", slot, int(words[_GENERATION]))
+        return StoredVersion(version, "", slot, int(words[_GENERATION]), incarnation)
 
-    def commit(self, write: StoredVersion, digest: str, incarnation: int = 1) -> None:
+    def commit(self, write: StoredVersion, digest: str) -> None:
         """Make the version readable, and the newest if it is newer than the newest."""
         slot = self._slot(write.slot)
         assert slot[_GENERATION] == write.generation, f"slot {write.slot} was taken over"
         words = int(digest, 16).to_bytes(16, "little")
         slot[_DIGEST : _DIGEST + 2] = np.frombuffer(words, dtype=np.int64)
         slot[_VERSION] = write.version
-        slot[_INCARNATION] = incarnation
+        slot[_INCARNATION] = write.incarnation
         slot[_GENERATION] = write.generation + 1
         newest = self.newest_stored()
         if newest is None or write.version > newest.version:
@@ -132,19 +133,12 @@ class VersionSlots:
             self._slot(write.slot)[_VERSION] = -1
             self._unlock(write)
 
-    def pin(self, slot: int) -> None:
-        """Map a slot's pages, and pin them for copies from a GPU, once."""
-        if slot not in self._mapped:
-            buffer = self.segment.slot(slot)
-            self._mapped[slot] = buffer if pin(buffer) else None
-
-    def close(self) -> None:
-        """Unpin the slots and close this opening of the segment."""
-        for buffer in self._mapped.values():
-            if buffer is not None:
-                unpin(buffer.ctypes.data)
-        self._mapped.clear()
-        self.segment.close()
+    def pin(self) -> None:
+        """Pin the slots for copies from a GPU, once, as long as these slots live."""
+        if not self._pinned:
+            self._pinned = [self.segment.slot(index) for index in range(self.segment.num_slots)]
+            for buffer in self._pinned:
+                pin(buffer)
 
     def _unlock(self, write: StoredVersion) -> None:
         if write.slot in self._locked:

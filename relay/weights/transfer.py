@@ -1,4 +1,15 @@
-"""Versions between a link and a version store: a receiver stores what the other end offers, a sender sends its versions on.
+"""The protocol that carries versions over a link. The sender offers; the receiver names the byte to start from.
+
+    sender                                  receiver
+    Offer(version, bytes, layout)        ->
+                                         <- Accept(offset to start from, or -1: not wanted)
+    data, as it becomes available        ->
+    Trailer(digest, "" if abandoned)     ->
+                                         <- TransferAck(whether the bytes match the digest)
+
+All are frames (`comm/links/frames.py`). While an end works without a frame, it sends idle ones, so silence means that it is dead.
+A transfer that broke continues at its offset over the next link. A receiver that can read the sender's memory accepts from the
+last byte on, and copies.
 
 The size of a chunk is by Laminar's model, in seconds and bytes. With p nodes (the sender included), M bytes in k chunks, and a
 chunk costing M / k * T_byte + T_start per hop, the last node has the last chunk after T(k) = (p + k - 2) * (M * T_byte / k + T_start).
@@ -9,93 +20,227 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 
 from ...comm.errors import LinkBroken
 from ...comm.links.base import Link
-from ...comm.links.frames import FrameKind, receive_frame, receive_head, send_frame, send_idle
+from ...comm.links.frames import FrameKind, receive_frame, receive_head, send_data, send_frame, send_idle
 from ...comm.messages.weights import Offer
 from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
-from .byte_ranges import digest, ranges_of
-from .protocol import (
-    IDLE_S,
-    OFFERS,
-    OFFERS_OR_NONE,
-    SILENCE_S,
-    TRAILERS,
-    Accept,
-    Trailer,
-    TransferAck,
-    VersionSource,
-    send_version,
-)
-from .slots import VersionSlots
+from .byte_ranges import GRID_BYTES, digest, ranges_of
 
 if TYPE_CHECKING:
     from .incoming import IncomingVersion
     from .version_store import VersionStore
 
+IDLE_S = 1.0
+SILENCE_S = 5.0
+MAX_PIECE_BYTES = 32 << 20
 START_S = 400e-6
 """Seconds that a data frame costs besides its bytes: headers, wake-ups and Python at both ends."""
 _FIRST_BYTE_S = 1 / 2e9  # before the link's speed is known
-CHUNK_RANGE = (64 << 10, 32 << 20)
+CHUNK_RANGE = (64 << 10, MAX_PIECE_BYTES)
 """Bytes of the smallest and the largest chunk that links carry well."""
+_MAX_ATTEMPTS = 3
 
 
-def receive_versions(
+class _Accept(msgspec.Struct, frozen=True, tag=True):
+    """The receiver wants the bytes from `offset` on; -1 if it wants none."""
+
+    offset: int
+
+
+class Trailer(msgspec.Struct, frozen=True, tag=True):
+    """All bytes were sent, and this is their digest; empty if the sender abandoned the version."""
+
+    digest: str
+
+
+class _TransferAck(msgspec.Struct, frozen=True, tag=True):
+    """Whether the receiver's bytes match the digest."""
+
+    is_right: bool
+
+
+_OFFERS = msgspec.msgpack.Decoder(Offer)
+OFFERS_OR_NONE = msgspec.msgpack.Decoder(Offer | Trailer)
+TRAILERS = msgspec.msgpack.Decoder(Trailer)
+_ACCEPTS = msgspec.msgpack.Decoder(_Accept)
+_ACKS = msgspec.msgpack.Decoder(_TransferAck)
+
+
+class VersionSource(Protocol):
+    """A version to send, or one rank's part of it, which may still be arriving."""
+
+    offer: Offer
+    buffer: np.ndarray
+    """The part's bytes, uint8."""
+
+    def bytes_ready(self, beyond: int, timeout_s: float) -> int:
+        """Bytes that are in place from the start; waits up to `timeout_s` for more than `beyond`."""
+        ...
+
+    def digest(self, timeout_s: float) -> str | None:
+        """The digest, or None if it was not known within `timeout_s`."""
+
+    def is_valid(self) -> bool:
+        """False once the version was abandoned or its bytes were overwritten."""
+        ...
+
+    def close(self) -> None:
+        """The version is sent no more."""
+
+
+class VersionQueue(Protocol):
+    """Where versions to send come from."""
+
+    def next_source(self, above: int, timeout_s: float) -> VersionSource | None:
+        """The newest version above `above`; None if none comes within `timeout_s`."""
+        ...
+
+
+def send_versions(
     link: Link,
-    version_store: "VersionStore",
-    upstream: str,
-    is_closing: Callable[[], bool],
-    on_complete: Callable[["IncomingVersion"], None],
+    versions: VersionQueue,
+    is_wanted: Callable[[], bool],
+    num_nodes: int = 2,
+    piece_bytes: int | None = None,
 ) -> None:
-    """Store the versions that `upstream` offers, until the link breaks or this process closes.
+    """Send each new version down a chain of `num_nodes`, as long as `is_wanted`. Raises `LinkBroken` or `MessageRefused`.
 
-    Consumes offers and their bytes; waits for the link alone; woken by frames, idle ones included.
+    Consumes versions; waits for the next; woken by its arrival. Pieces have `piece_bytes`, else k* by the link's speed.
     """
-    while not is_closing():
-        head = receive_head(link, SILENCE_S)
-        if head.kind is FrameKind.IDLE:
+    sent = -1
+    byte_s = _FIRST_BYTE_S
+    while is_wanted():
+        source = versions.next_source(sent, IDLE_S / 2)
+        if source is None:
+            send_idle(link, SILENCE_S)
             continue
-        offer = receive_frame(link, OFFERS, SILENCE_S, head)
-        opened = version_store.begin_receive(offer, upstream)
-        if opened is None:
-            send_frame(link, Accept(-1), SILENCE_S)
-            continue
-        incoming, at = opened
-        send_frame(link, Accept(at), SILENCE_S)
-        if _receive_part(link, version_store, incoming, offer, at, upstream):
-            on_complete(incoming)
+        num_bytes = max(source.buffer.nbytes, 1)
+        started = time.monotonic()
+        if send_version(link, source, piece_bytes or chunk_bytes(num_nodes, num_bytes, byte_s, START_S)):
+            byte_s = (time.monotonic() - started) / num_bytes
+            sent = source.offer.version
 
 
-def _receive_part(
-    link: Link, version_store: "VersionStore", incoming: "IncomingVersion", offer: Offer, at: int, upstream: str
-) -> bool:
-    """Fill a part from `at` on; True once it is right, False if it was abandoned or must come again."""
-    ranges = ranges_of(offer)
-    while True:
-        kind, num_bytes = head = receive_head(link, SILENCE_S)
-        if kind is FrameKind.DATA:
-            start, end = ranges.locate(at)
-            if start + num_bytes > end:
-                raise LinkBroken(f"{upstream} sends more of version {offer.version} than it offered")
-            with version_store.filling(incoming):
-                link.receive(incoming.buffer[start : start + num_bytes], SILENCE_S)
-            at += num_bytes
-            if not version_store.advance(incoming, offer.part, upstream, at):
-                raise LinkBroken(f"version {offer.version} is no longer received from {upstream}")
-            failpoint("receive", version=offer.version, num_bytes=at)
-        elif kind is FrameKind.MESSAGE:
-            trailer = receive_frame(link, TRAILERS, SILENCE_S, head)
-            if not trailer.digest:
-                version_store.abandon(incoming, offer.part, upstream)
+def send_version(link: Link, source: VersionSource | None, piece_bytes: int = 1 << 20) -> bool:
+    """Offer a version, send what the receiver lacks, and close it; False if there is none, or it was abandoned on the way.
+
+    Raises `LinkBroken` or `MessageRefused`.
+    """
+    if source is None:
+        send_frame(link, Trailer(""), SILENCE_S)
+        return False
+    with closing(source):
+        for _ in range(_MAX_ATTEMPTS):
+            send_frame(link, source.offer, SILENCE_S)
+            answer = receive_frame(link, _ACCEPTS, SILENCE_S)
+            if answer.offset < 0:
+                return True
+            if not _send_bytes(link, source, answer.offset, piece_bytes):
                 return False
-            is_right = version_store.finish(incoming, offer.part, trailer.digest)
-            send_frame(link, TransferAck(is_right), SILENCE_S)
-            return is_right
+            while (digest := source.digest(IDLE_S)) is None and source.is_valid():
+                send_idle(link, SILENCE_S)
+            digest = digest if source.is_valid() else ""
+            send_frame(link, Trailer(digest or ""), SILENCE_S)
+            if not digest:
+                return False
+            if receive_frame(link, _ACKS, SILENCE_S).is_right:
+                return True
+    raise LinkBroken(f"version {source.offer.version} arrived with a wrong digest {_MAX_ATTEMPTS} times")
+
+
+def _send_bytes(link: Link, source: VersionSource, at: int, piece_bytes: int) -> bool:
+    for offset, start, end in ranges_of(source.offer).chunks(at, piece_bytes):
+        after = offset + end - start
+        while (ready := source.bytes_ready(offset, IDLE_S)) < after and source.is_valid():
+            if ready <= offset:
+                send_idle(link, SILENCE_S)
+        if not source.is_valid():
+            send_frame(link, Trailer(""), SILENCE_S)
+            return False
+        send_data(link, source.buffer[offset:after], SILENCE_S)
+    return True
+
+
+@dataclass
+class VersionReceiver:
+    """Stores the versions that `upstream` offers over a link."""
+
+    link: Link
+    version_store: "VersionStore"
+    upstream: str
+    memory: Segment | None = None
+    """That of the sender, if the bytes are copied from there."""
+    silence_s: float = SILENCE_S
+    """Seconds without a frame after which the link counts as broken."""
+
+    def run(self, is_closing: Callable[[], bool], on_complete: Callable[["IncomingVersion"], None]) -> None:
+        """Receive until the link breaks or this process closes.
+
+        Consumes offers and their bytes; waits for the link alone; woken by frames, idle ones included.
+        """
+        while not is_closing():
+            head = receive_head(self.link, self.silence_s)
+            if head.kind is FrameKind.IDLE:
+                continue
+            offer = receive_frame(self.link, _OFFERS, SILENCE_S, head)
+            opened = self.version_store.begin_receive(offer, self.upstream)
+            if opened is None:
+                send_frame(self.link, _Accept(-1), SILENCE_S)
+                continue
+            incoming, at = opened
+            if self.memory is None:
+                send_frame(self.link, _Accept(at), SILENCE_S)
+            else:
+                send_frame(self.link, _Accept(end := ranges_of(offer).num_bytes), SILENCE_S)
+                self._copy(incoming, offer, at, self.memory.slot(offer.slot))
+                at = end
+            if self._receive(incoming, offer, at):
+                on_complete(incoming)
+
+    def _copy(self, incoming: "IncomingVersion", offer: Offer, at: int, source: np.ndarray) -> None:
+        """Copy a part from `at` on, unless it is not wanted any more; its digest tells whether it is whole."""
+        spoke = time.monotonic()
+        for offset, start, end in ranges_of(offer).chunks(at, GRID_BYTES):
+            after = offset + end - start
+            copy = partial(np.copyto, incoming.buffer[start:end], source[offset:after])
+            if not self.version_store.fill(incoming, offer.part, self.upstream, after, copy):
+                return
+            if time.monotonic() - spoke > IDLE_S:
+                send_idle(self.link, SILENCE_S)
+                spoke = time.monotonic()
+        failpoint("push", version=offer.version)
+
+    def _receive(self, incoming: "IncomingVersion", offer: Offer, at: int) -> bool:
+        """Receive a part from `at` on; True once it is right, False if it was abandoned or must come again."""
+        ranges = ranges_of(offer)
+        while True:
+            kind, num_bytes = head = receive_head(self.link, self.silence_s)
+            if kind is FrameKind.DATA:
+                start, end = ranges.locate(at)
+                if start + num_bytes > end:
+                    raise LinkBroken(f"{self.upstream} sends more of version {offer.version} than it offered")
+                at += num_bytes
+                receive = partial(self.link.receive, incoming.buffer[start : start + num_bytes], SILENCE_S)
+                if not self.version_store.fill(incoming, offer.part, self.upstream, at, receive):
+                    raise LinkBroken(f"version {offer.version} is no longer received from {self.upstream}")
+                failpoint("receive", version=offer.version, num_bytes=at)
+            elif kind is FrameKind.MESSAGE:
+                trailer = receive_frame(self.link, TRAILERS, SILENCE_S, head)
+                if not trailer.digest:
+                    self.version_store.abandon(incoming, offer.part, self.upstream)
+                    return False
+                is_right = self.version_store.finish(incoming, offer.part, trailer.digest)
+                send_frame(self.link, _TransferAck(is_right), SILENCE_S)
+                return is_right
 
 
 def receive_version(link: Link, into: np.ndarray) -> str | None:
@@ -108,11 +253,11 @@ def receive_version(link: Link, into: np.ndarray) -> str | None:
         return None
     if offer.num_bytes != into.nbytes:
         raise LinkBroken(f"version {offer.version} has {offer.num_bytes} bytes, not {into.nbytes}")
-    send_frame(link, Accept(0), SILENCE_S)
+    send_frame(link, _Accept(0), SILENCE_S)
     _fill(link, into, f"version {offer.version}")
     trailer = receive_frame(link, TRAILERS, SILENCE_S)
     is_right = digest(into) == trailer.digest
-    send_frame(link, TransferAck(is_right), SILENCE_S)
+    send_frame(link, _TransferAck(is_right), SILENCE_S)
     if not is_right:
         raise LinkBroken(f"version {offer.version} arrived with a wrong digest")
     return trailer.digest
@@ -143,57 +288,3 @@ def chunk_bytes(num_nodes: int, num_bytes: int, byte_s: float, start_s: float) -
     best = num_bytes / best_num_chunks(num_nodes, num_bytes, byte_s, start_s)
     least, most = CHUNK_RANGE
     return int(min(max(best, least), most))
-
-
-class ChunkedSender:
-    """Sends versions in chunks of k* bytes for the speed of the last transfer, or of `fixed_bytes`."""
-
-    def __init__(self, fixed_bytes: int | None = None) -> None:
-        self._fixed_bytes = fixed_bytes
-        self._byte_s = _FIRST_BYTE_S
-
-    def send(self, link: Link, source: VersionSource, num_bytes: int, num_nodes: int) -> bool:
-        """Send a version, or a part of `num_bytes`, down a chain of `num_nodes`, like `send_version`."""
-        piece_bytes = self._fixed_bytes or chunk_bytes(num_nodes, num_bytes, self._byte_s, START_S)
-        started = time.monotonic()
-        is_sent = send_version(link, source, SILENCE_S, piece_bytes)
-        if is_sent:
-            self._byte_s = (time.monotonic() - started) / max(num_bytes, 1)
-        return is_sent
-
-
-class VersionSender:
-    """Sends versions of a store over links."""
-
-    def __init__(self, version_store: "VersionStore", segment_path: str) -> None:
-        self._chunked_sender = ChunkedSender()
-        self._version_store = version_store
-        # An opening of its own, whose locks exclude the writer's; it is mapped now, since that takes too long in a repair.
-        self._slots = VersionSlots(Segment.open(segment_path))
-
-    def send_all(self, link: Link, is_wanted: Callable[[], bool], num_nodes: int = 2) -> None:
-        """Send each new version down a chain of `num_nodes`, as long as `is_wanted`. Raises `LinkBroken`.
-
-        Consumes versions of the store; waits for the next; woken by its arrival.
-        """
-        sent = -1
-        while is_wanted():
-            source = self._version_store.next_source(self._slots, sent, IDLE_S / 2)
-            if source is None:
-                send_idle(link, SILENCE_S)
-                continue
-            with closing(source):
-                if self._chunked_sender.send(link, source, source.offer.num_bytes, num_nodes):
-                    sent = source.offer.version
-
-    def send_one(self, link: Link, version: int) -> None:
-        """Send one complete version if it is still stored, else an empty trailer."""
-        source = self._version_store.source_of(self._slots, version)
-        if source is None:
-            send_frame(link, Trailer(""), SILENCE_S)
-            return
-        with closing(source):
-            send_version(link, source, SILENCE_S)
-
-    def close(self) -> None:
-        self._slots.segment.close()

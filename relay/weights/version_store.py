@@ -10,15 +10,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import numpy as np
+from collections.abc import Callable
 
 from ...comm.errors import LinkBroken
 from ...comm.messages.weights import Offer
-from ...comm.shared_memory import Lock, Segment
-from .incoming import IncomingState, IncomingVersion, is_trainer
+from ...comm.shared_memory import Segment
+from .incoming import IncomingVersion, is_trainer
 from .slots import READER_LOCK_S, StoredVersion, VersionSlots
 
 _log = logging.getLogger(__name__)
@@ -26,31 +23,18 @@ _POLL_S = 1e-3  # the kernel does not notify of a lock that a reader gives back
 
 
 class SlotSource:
-    """A version to send, complete or still arriving; its slot is locked for reading as soon as it is complete.
+    """A version of a store that is sent on, complete or still arriving. Until `close` it holds its slot as a reader does."""
 
-    It reads the store's segment through an opening of the caller's, `slots`, and writes nothing.
-    """
-
-    def __init__(
-        self,
-        slots: VersionSlots,
-        found: IncomingVersion | StoredVersion,
-        is_closed: Callable[[], bool],
-    ) -> None:
+    def __init__(self, store: "VersionStore", found: IncomingVersion | StoredVersion) -> None:
+        self._store = store
         self._incoming = found if isinstance(found, IncomingVersion) else None
         held = found.slot if isinstance(found, IncomingVersion) else found
-        incarnation = found.offer.incarnation if isinstance(found, IncomingVersion) else found.incarnation
-        self.offer = Offer(held.version, slots.segment.slot_bytes, slots.fingerprint, incarnation=incarnation)
-        self._slots = slots
-        self._slot = held.slot
-        self._generations = (held.generation, held.generation + (self._incoming is not None))
         self._digest = held.digest
-        self._is_closed = is_closed
-        self._is_locked = False
-        self._buffer = slots.segment.slot(held.slot)
-
-    def bytes_at(self, at: int, start: int, end: int) -> np.ndarray:
-        return self._buffer[start:end]
+        self.slot = held.slot
+        self._generations = (held.generation, held.generation + (self._incoming is not None))
+        slots = store.slots
+        self.offer = Offer(held.version, slots.segment.slot_bytes, slots.fingerprint, incarnation=held.incarnation)
+        self.buffer = slots.segment.slot(held.slot)
 
     def bytes_ready(self, beyond: int, timeout_s: float) -> int:
         return self.offer.num_bytes if self._incoming is None else self._incoming.wait_bytes_ready(beyond, timeout_s)
@@ -60,18 +44,14 @@ class SlotSource:
 
     def is_valid(self) -> bool:
         """False once the slot holds something else; raises `LinkBroken` when the store is closed."""
-        if self._is_closed():
-            raise LinkBroken("this relay is ending")
-        if self._incoming is not None and self._incoming.state is IncomingState.ABANDONED:
+        if self._store.closed:
+            raise LinkBroken("this relay ends")
+        if self._incoming is not None and self._incoming.is_abandoned:
             return False
-        if not self._is_locked and (self._incoming is None or not self._incoming.is_open):
-            self._is_locked = self._slots.segment.try_lock(self._slot, Lock.SHARED)
-        return self._slots.generation(self._slot) in self._generations
+        return self._store.slots.generation(self.slot) in self._generations
 
     def close(self) -> None:
-        if self._is_locked:
-            self._slots.segment.unlock(self._slot, Lock.SHARED)
-            self._is_locked = False
+        self._store.end_use(self.slot)
 
 
 class VersionStore:
@@ -88,16 +68,18 @@ class VersionStore:
         self._changed = threading.Condition(lock)
         self._advanced = threading.Condition(lock)
         self.incoming: IncomingVersion | None = None
-        """The version that is on its way in, or for which a slot is reserved."""
+        """The version that is on its way in."""
         self._trainer_incarnation = 0
         self._num_filling: Counter[int] = Counter()
         """Threads that write a piece into each slot."""
-        self._closed = False
+        self._num_sending: Counter[int] = Counter()
+        """Sources of each slot."""
+        self.closed = False
 
     def close(self) -> None:
         """Abandon the incoming version and wake all waits. The next relay sees a broken link and keeps what it received."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._abandon()
             self._notify()
 
@@ -123,71 +105,47 @@ class VersionStore:
         forced_at = time.monotonic() + self._reader_lock_s
         with self._changed:
             while True:
-                if self._closed:
-                    raise LinkBroken("this relay is ending")
+                if self.closed:
+                    raise LinkBroken("this relay ends")
                 if is_trainer(upstream):
-                    self._check_incarnation(offer)
+                    self.fence(offer.incarnation)
+                    if offer.incarnation < self._trainer_incarnation:
+                        raise LinkBroken(
+                            f"incarnation {offer.incarnation} of the trainer is fenced:"
+                            f" {self._trainer_incarnation} has started"
+                        )
                 newest = self.slots.newest()
                 incoming = self.incoming
                 if newest is not None and newest >= offer.version:
                     return None
-                if incoming is not None and incoming.state is IncomingState.ARRIVING:
+                if incoming is not None and incoming.is_arriving:
                     if incoming.offer.identity == offer.identity:
                         break
                     if incoming.offer.identity[:2] > offer.identity[:2]:
                         return None
-                if (incoming := self._begin(offer, IncomingState.ARRIVING, forced_at)) is not None:
+                if (incoming := self._begin(offer, forced_at)) is not None:
                     break
             at = incoming.set_upstream(offer, upstream)
             self.num_resumed += at > 0
             self._notify()
             return incoming, at
 
-    def reserve_slot(self, offer: Offer) -> IncomingVersion | None:
-        """A slot that an actor may write the next version into before its number is known; None while a version arrives."""
-        forced_at = time.monotonic() + self._reader_lock_s
-        with self._changed:
-            while not self._closed:
-                self._check_incarnation(offer)
-                incoming = self.incoming
-                if incoming is not None and incoming.is_open:
-                    return incoming if incoming.state is IncomingState.RESERVED else None
-                if (incoming := self._begin(offer, IncomingState.RESERVED, forced_at)) is not None:
-                    return incoming
-            return None
+    def fill(self, incoming: IncomingVersion, part: int, upstream: str, done: int, write: Callable[[], None]) -> bool:
+        """Have `write` put a piece in place, then `advance`; False if `upstream` may no longer send the part.
 
-    def bind_reservation(self, offer: Offer, upstream: str, generation: int) -> IncomingVersion | None:
-        """The incoming version in the slot of this generation, bound to the offer if it was reserved; None if it is gone."""
-        with self._changed:
-            incoming = self.incoming
-            newest = self.slots.newest()
-            if incoming is None or incoming.slot.generation != generation or not incoming.is_open:
-                return None
-            if incoming.state is IncomingState.RESERVED:
-                if newest is not None and newest >= offer.version:
-                    return None
-                incoming.bind(offer)
-            elif incoming.offer.identity != offer.identity:
-                return None
-            incoming.set_upstream(offer, upstream)
-            return incoming
-
-    @contextmanager
-    def filling(self, incoming: IncomingVersion) -> Iterator[None]:
-        """No other version begins in this slot while the body writes a piece, which may last longer than its version is wanted.
-
-        Raises `LinkBroken` if the version is not wanted any more.
+        No other version begins in this slot meanwhile: `write` may last longer than its version is wanted.
         """
         slot = incoming.slot.slot
         with self._changed:
-            if not incoming.is_open:
-                raise LinkBroken(f"version {incoming.offer.version} is no longer wanted")
+            if not incoming.is_arriving:
+                return False
             self._num_filling[slot] += 1
         try:
-            yield
+            write()
         finally:
             with self._changed:
                 self._num_filling[slot] -= 1
+        return self.advance(incoming, part, upstream, done)
 
     def advance(self, incoming: IncomingVersion, part: int, upstream: str, done: int) -> bool:
         """`done` bytes of a part are in place; False if `upstream` may no longer send the part."""
@@ -195,8 +153,7 @@ class VersionStore:
             if not incoming.advance(part, upstream, done):
                 return False
             self._advanced.notify_all()
-        incoming.update_digest()
-        return True
+            return True
 
     def finish(self, incoming: IncomingVersion, part: int, digest: str) -> bool:
         """Check a part that is in place; the last right part makes the version readable. False if the part must come again.
@@ -205,8 +162,8 @@ class VersionStore:
         """
         is_right = incoming.part_digest(part) == digest
         with self._changed:
-            if incoming.state is not IncomingState.ARRIVING:
-                return incoming.state is IncomingState.COMPLETE
+            if not incoming.is_arriving:
+                return bool(incoming.digest)
             incoming.record_check(part, is_right)
             if not is_right:
                 _log.warning(
@@ -217,40 +174,36 @@ class VersionStore:
         whole = incoming.whole_digest()
         with self._changed:
             # Meanwhile the version may have been abandoned, or a part been found wrong that another upstream sent again.
-            if incoming.state is IncomingState.ARRIVING and incoming.is_checked and whole:
+            if incoming.is_arriving and incoming.is_checked and whole:
                 incoming.digest = whole
-                incoming.state = IncomingState.COMPLETE
-                self.slots.commit(incoming.slot, whole, incoming.offer.incarnation)
+                self.slots.commit(incoming.slot, whole)
                 self._notify()
-            return incoming.state is not IncomingState.ABANDONED
+            return not incoming.is_abandoned
 
     def abandon(self, incoming: IncomingVersion, part: int, upstream: str) -> None:
         """Abandon a version because `upstream`, which sends this part, has."""
         with self._changed:
-            if incoming.state is IncomingState.ARRIVING and incoming.is_from(part, upstream):
+            if incoming.is_arriving and incoming.is_from(part, upstream):
                 self._abandon()
 
-    def _check_incarnation(self, offer: Offer) -> None:
-        self.fence(offer.incarnation)
-        if offer.incarnation < self._trainer_incarnation:
-            raise LinkBroken(
-                f"incarnation {offer.incarnation} of the trainer is fenced: {self._trainer_incarnation} has started"
-            )
-
-    def _begin(self, offer: Offer, state: IncomingState, forced_at: float) -> IncomingVersion | None:
+    def _begin(self, offer: Offer, forced_at: float) -> IncomingVersion | None:
         """A slot for an offer. While readers lock all slots, waits a moment without the store's lock, and returns None."""
         self.slots.prepare(offer.num_bytes, offer.fingerprint)
         self._abandon()
-        slot = self.slots.begin(offer.version, force=time.monotonic() >= forced_at, busy=+self._num_filling)
+        force = time.monotonic() >= forced_at
+        sent = {stored.slot for stored in self.slots.complete_versions() if self._num_sending[stored.slot]}
+        busy = {*+self._num_filling, *(() if force else sent)}
+        slot = self.slots.begin(offer.version, offer.incarnation, force=force, busy=busy)
         if slot is None:
             self._changed.wait(_POLL_S)
             return None
-        self.incoming = IncomingVersion(offer, slot, self.slots.segment.slot(slot.slot), state, self._advanced)
+        self.incoming = IncomingVersion(offer, slot, self.slots.segment.slot(slot.slot), self._advanced)
+        threading.Thread(target=self.incoming.digest_arriving, name="weights digest", daemon=True).start()
         return self.incoming
 
     def _abandon(self) -> None:
-        if self.incoming is not None and self.incoming.is_open:
-            self.incoming.state = IncomingState.ABANDONED
+        if self.incoming is not None and self.incoming.is_arriving:
+            self.incoming.is_abandoned = True
             self.slots.abort(self.incoming.slot)
             self._notify()
         self.incoming = None  # its buffer is a view that would hold the segment's memory
@@ -259,37 +212,33 @@ class VersionStore:
         self._changed.notify_all()
         self._advanced.notify_all()
 
-    def next_source(self, slots: VersionSlots, above: int, timeout_s: float) -> SlotSource | None:
-        """The newest version above `above`, arriving or complete; None if none comes within `timeout_s`.
+    def next_source(self, above: int, timeout_s: float) -> SlotSource | None:
+        """The newest version above `above`, arriving or complete, which the caller closes; None if none comes in time."""
 
-        `slots` belong to the caller's own opening of the segment; the caller closes the source.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._find(above) is not None, timeout_s)
-            found = None if self._closed else self._find(above)
-            return None if found is None else SlotSource(slots, found, lambda: self._closed)
-
-    def source_of(self, slots: VersionSlots, version: int) -> SlotSource | None:
-        """A complete version by its number; None if it is not stored."""
-        with self._changed:
-            stored = self.slots.find(version)
-            return None if stored is None else SlotSource(slots, stored, lambda: self._closed)
-
-    def wait_newer(self, version: int, timeout_s: float) -> int | None:
-        """The newest complete version; None if it is not above `version` within `timeout_s`."""
-
-        def newer() -> int | None:
-            newest = self.slots.newest()
-            return newest if newest is not None and newest > version else None
+        def find() -> IncomingVersion | StoredVersion | None:
+            incoming = self.incoming
+            if incoming is not None and incoming.is_arriving and incoming.offer.version > above:
+                return incoming
+            newest = self.slots.newest_stored()
+            return newest if newest is not None and newest.version > above else None
 
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or newer() is not None, timeout_s)
-            return newer()
+            self._changed.wait_for(lambda: self.closed or find() is not None, timeout_s)
+            return self._source(None if self.closed else find())
 
-    def _find(self, above: int) -> IncomingVersion | StoredVersion | None:
-        incoming = self.incoming
-        newest = self.slots.newest_stored()
-        is_arriving = incoming is not None and incoming.state is IncomingState.ARRIVING
-        if incoming is not None and is_arriving and incoming.offer.version > above:
-            return incoming
-        return newest if newest is not None and newest.version > above else None
+    def source_of(self, version: int) -> SlotSource | None:
+        """A complete version by its number, which the caller closes; None if it is not stored."""
+        with self._changed:
+            return self._source(self.slots.find(version))
+
+    def _source(self, found: IncomingVersion | StoredVersion | None) -> SlotSource | None:
+        if found is None:
+            return None
+        source = SlotSource(self, found)
+        self._num_sending[source.slot] += 1
+        return source
+
+    def end_use(self, slot: int) -> None:
+        """A source of this slot is closed."""
+        with self._changed:
+            self._num_sending[slot] -= 1

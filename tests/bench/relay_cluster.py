@@ -134,9 +134,10 @@ def _relay(address: str, index: int, pace: float, settings: CommSettings) -> Non
     server = WeightServer(fleet, segment, settings).start()
     version = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
-        if (newest := server.version_store.wait_newer(version, 0.2)) is not None:
+        if (newest := server.newest) is not None and newest > version:
             version = newest
             print(version, time.monotonic(), flush=True)
+        time.sleep(1e-3)
     server.close()
     fleet.leave()
 

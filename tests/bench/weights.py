@@ -38,7 +38,7 @@ def shm_copies(name: str, options: Options) -> list[Measurement]:
             stalls.append(cluster.publish())
             cluster.wait_for_relays()
             copies += best_seconds(lambda: np.copyto(into, source), repeats=1)
-            time.sleep(0.2)  # meanwhile the next slot is claimed, as in a training step
+            time.sleep(0.2)  # as in a training step, the version leaves meanwhile
         copy_s, pull_s, digest_s = best_seconds(
             lambda: np.copyto(into, source),
             lambda: reader.newest() and reader.pull(into, 60),

@@ -3,16 +3,14 @@
 import pytest
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.messages import GroupId, ReserveSlot, RowId, ShardWritten, Stop, decode, encode
+from headrace.comm.messages import GroupId, OpenPushLink, RowId, Stop, decode, encode
 from headrace.comm.messages.base import trajectory_group
-from headrace.comm.messages.weights import Offer
 
 
 def test_a_message_is_decoded_as_it_was_encoded():
     for message in (
         Stop(reason="done"),
-        ReserveSlot(1, Offer(7, 256, 1, 2, 1, ((0, 64), (128, 256)))),
-        ShardWritten(2, Offer(7, 256, 1), 3, "ab" * 16),
+        OpenPushLink("actor-0>relay-0", "tcp", "/proc/1/fd/3"),
     ):
         assert decode(encode(message)) == message
 

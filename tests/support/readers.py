@@ -26,7 +26,7 @@ from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import JournalError, replay
 from headrace.relay.queue.batch import Batch
-from headrace.relay.weights import protocol as weights
+from headrace.relay.weights import transfer as weights
 from headrace.rollout.engine.sampling import SamplingParams
 from headrace.rollout.engine.sequence import SequenceState
 from headrace.rollout.leases import LeasedRow

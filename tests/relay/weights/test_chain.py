@@ -15,7 +15,7 @@ from headrace.comm.fleet import Member
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
-from headrace.relay.weights import push, server, transfer
+from headrace.relay.weights import chain, server, transfer
 from headrace.relay.weights.chain import chain_order, successor_of
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
@@ -231,7 +231,7 @@ def test_a_relay_that_lives_but_takes_nothing_is_passed_over_and_those_after_it_
 
 @pytest.mark.parametrize("kill", [0, 1, 3])
 def test_a_relay_that_dies_in_the_middle_of_a_push_costs_the_others_neither_bytes_nor_a_timeout(kill, monkeypatch):
-    for module in (transfer, server, push):
+    for module in (transfer, server, chain):
         monkeypatch.setattr(module, "SILENCE_S", 10 * PATIENCE_S)
     relays = Relays(4)
     relays.publish(1)

@@ -13,12 +13,10 @@ from headrace.comm.messages.weights import Offer
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
-from headrace.relay.weights.incoming import IncomingState
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.server import WeightServer
 from headrace.relay.weights.shards import ShardRun, WeightShard
-from headrace.relay.weights.slots import VersionSlots
 from headrace.relay.weights.version_store import VersionStore
 
 NUM_BYTES = 4096
@@ -102,16 +100,6 @@ def offer(version, incarnation):
     return Offer(version, NUM_BYTES, 5, incarnation=incarnation)
 
 
-def test_a_slot_that_an_earlier_incarnation_has_reserved_is_taken_back(store):
-    reserved = store.reserve_slot(offer(-1, 1))
-    store.fence(2)
-    assert reserved.state is IncomingState.ABANDONED
-    assert store.bind_reservation(offer(7, 1), "actor", reserved.slot.generation) is None
-    with pytest.raises(LinkBroken, match="incarnation 1 of the trainer is fenced: 2 has started"):
-        store.reserve_slot(offer(-1, 1))
-    assert store.reserve_slot(offer(-1, 2)).slot.generation != reserved.slot.generation
-
-
 def test_a_link_of_an_earlier_incarnation_breaks_in_the_middle_of_a_version(store):
     incoming, _ = store.begin_receive(offer(7, 1), "actor-0/weights")
     assert store.advance(incoming, 0, "actor-0/weights", 1000)
@@ -126,13 +114,12 @@ def test_a_complete_version_is_sent_on_after_its_trainer_has_started_again(store
     store.advance(incoming, 0, "actor-0/weights", NUM_BYTES)
     assert store.finish(incoming, 0, incoming.part_digest(0))
     store.fence(2)
-    segment, other = Segment.open(store.slots.segment.path), Segment.create_anonymous()
+    other = Segment.create_anonymous()
     late = VersionStore(other)
     late.fence(2)
-    source = store.next_source(VersionSlots(segment), above=0, timeout_s=1)
+    source = store.next_source(above=0, timeout_s=1)
     assert source.offer.identity == offer(7, 1).identity
     assert late.begin_receive(source.offer, "relay-0/chain") is not None
     source.close()
     late.close()
-    for opened in (segment, other):
-        opened.close()
+    other.close()

@@ -9,7 +9,7 @@ import torch
 
 from headrace.comm.shared_memory import Segment
 from headrace.relay.weights import pinned
-from headrace.relay.weights.pinned import host_buffer, pin, unpin
+from headrace.relay.weights.pinned import host_buffer, pin
 from headrace.relay.weights.slots import VersionSlots
 
 REFUSED = 712
@@ -48,14 +48,15 @@ def segment():
     segment.close()
 
 
-def test_a_slot_is_registered_once_and_until_its_segment_is_closed(runtime, segment):
+def test_slots_are_registered_once_and_until_their_segment_is_closed(runtime, segment):
     VersionSlots(segment).prepare(5000, 1)
     slots = VersionSlots(Segment.open(segment.path))
-    for index in (0, 2, 0):
-        slots.pin(index)
-    assert sorted(runtime.registered.values()) == [5000, 5000]
-    slots.close()
-    slots.close()
+    slots.pin()
+    slots.pin()
+    assert [*runtime.registered.values()] == [5000] * 3
+    slots.segment.close()
+    del slots
+    gc.collect()
     assert not runtime.registered and not runtime.cleared
 
 
@@ -71,15 +72,13 @@ def test_a_host_buffer_is_registered_while_it_or_a_view_of_it_lives(runtime):
     assert not runtime.registered
 
 
-def test_a_refusal_is_told_and_its_error_is_taken_off_the_thread(runtime, segment, caplog):
+def test_a_refusal_is_told_and_its_error_is_taken_off_the_thread(runtime, caplog):
     runtime.is_full = True
-    VersionSlots(segment).prepare(5000, 1)
-    slots = VersionSlots(Segment.open(segment.path))
-    slots.pin(0)
+    assert not host_buffer(5000).any()
     assert len(runtime.cleared) == 1 and "does not pin 5000 bytes" in caplog.text
-    slots.close()
+    gc.collect()
     assert len(runtime.cleared) == 1
-    unpin(1)
+    pinned._unpin(1)
     assert len(runtime.cleared) == 2
 
 

@@ -1,12 +1,12 @@
 """Relays that receive weights through a staging device."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.closing import at_end
-from support.in_memory import MemoryFleet, MemoryNetwork
 from support.system import System
 
 from headrace.comm.errors import LinkBroken, SettingError
@@ -18,7 +18,6 @@ from headrace.comm.waits import waiting
 from headrace.relay import loop
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
-from headrace.relay.weights.push import LinkPush, open_push
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
 
@@ -49,10 +48,13 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
             wait.until(lambda version=version: reader.newest() == version)
         assert reader.pull(into, 60).version == version
         assert torch.equal(layout.views(into)["w"], tensors["w"])
-    transport = publisher.transport
-    assert isinstance(transport, LinkPush) and transport.link.backend == "staged"
+    assert [link.backend for link in server._links] == ["staged"]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(fleets[0].open_link, "idle", 0, 60, "staged")
+        link = fleets[1].open_link("idle", 1, 60, "staged")
+        at_end(other.result().close)
     with pytest.raises(LinkBroken):  # a receive without a sender ends at its deadline
-        transport.link.receive(np.zeros(100_000, np.uint8), 0.2)
+        link.receive(np.zeros(100_000, np.uint8), 0.2)
 
 
 def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -64,8 +66,15 @@ def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_an_actor_without_a_gpu_cannot_push_to_one():
-    network, settings = MemoryNetwork(), CommSettings(heartbeat_s=0.02)
-    relay = MemoryFleet.join_network(network, "relay", 0, {"segment": "", "staging": "nccl"}, settings)
-    actor = MemoryFleet.join_network(network, "actor", 0, {}, settings)
+    hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(heartbeat_s=0.05)
+    info = {"segment": "", "staging": "nccl"}
+    relay = Fleet.join(hosted.address, "relay", 0, b"s", info, settings)
+    actor = Fleet.join(hosted.address, "actor", 0, b"s", {}, settings)
+    tensors = {"w": torch.zeros(3)}
+    publisher = WeightPublisher(actor, Layout.of(tensors, "float32"), settings).start()
+    for close in (hosted.close, relay.leave, actor.leave, publisher.close):
+        at_end(close)
+    with waiting("the publisher", "its end", 60) as wait:
+        wait.until(lambda: publisher.failure)
     with pytest.raises(SettingError, match=r"comm\.link: nccl needs a GPU at both ends"):
-        open_push(relay.me, actor, actor.open_mailbox("actor-0/weights"), settings)
+        publisher.publish(1, tensors)

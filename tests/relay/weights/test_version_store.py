@@ -2,9 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -15,12 +18,16 @@ from headrace.comm.links.frames import send_data, send_frame
 from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
-from headrace.relay.weights.incoming import IncomingState, watermark
+from headrace.relay.weights.incoming import watermark
+from headrace.relay.weights.layout import Layout
+from headrace.relay.weights.publisher import PublishedVersions
+from headrace.relay.weights.shards import WeightShard
 from headrace.relay.weights.slots import VersionSlots
-from headrace.relay.weights.transfer import receive_versions
+from headrace.relay.weights.transfer import VersionReceiver, send_version
 from headrace.relay.weights.version_store import VersionStore
 
 NUM_BYTES = 4096
+TENSORS = {"w": torch.ones(3 * GRID_BYTES // 4)}
 
 
 def content(version):
@@ -53,7 +60,7 @@ class StoreUnderLoad(RuleBasedStateMachine):
     def send(self, data, share):
         incoming, at, version = self.senders[upstream := data.draw(st.sampled_from(sorted(self.senders)))]
         end = at + int(share * (NUM_BYTES - at))
-        if not incoming.is_from(0, upstream) or incoming.state is not IncomingState.ARRIVING:
+        if not incoming.is_from(0, upstream) or not incoming.is_arriving:
             self.end(upstream)
             return
         incoming.buffer[at:end] = content(version)[at:end]
@@ -64,7 +71,7 @@ class StoreUnderLoad(RuleBasedStateMachine):
     @rule(data=st.data(), is_wrong=st.booleans())
     def finish(self, data, is_wrong):
         incoming, at, version = self.senders[upstream := data.draw(st.sampled_from(sorted(self.senders)))]
-        if not incoming.is_from(0, upstream) or incoming.state is not IncomingState.ARRIVING:
+        if not incoming.is_from(0, upstream) or not incoming.is_arriving:
             self.end(upstream)
             return
         incoming.buffer[at:] = content(version)[at:]
@@ -132,7 +139,7 @@ def test_a_version_offered_again_continues_at_its_offset(version_store):
 def test_a_newer_version_supersedes_one_that_has_not_arrived_and_an_older_one_is_refused(version_store):
     old, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
     version_store.begin_receive(Offer(2, NUM_BYTES, 5), "b")
-    assert old.state is IncomingState.ABANDONED
+    assert old.is_abandoned
     assert version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a") is None
     assert not version_store.advance(old, 0, "a", 10)
 
@@ -183,18 +190,6 @@ def test_a_store_that_is_closed_completes_no_version(version_store):
     assert version_store.slots.newest() is None
 
 
-def test_a_slot_reserved_ahead_is_bound_to_its_version_when_it_is_filled(version_store):
-    reserved = version_store.reserve_slot(Offer(-1, NUM_BYTES, 5))
-    assert version_store.reserve_slot(Offer(-1, NUM_BYTES, 5)) is reserved
-    reserved.buffer[:] = content(7)
-    offer = Offer(7, NUM_BYTES, 5)
-    assert version_store.bind_reservation(offer, "actor", reserved.slot.generation + 2) is None
-    incoming = version_store.bind_reservation(offer, "actor", reserved.slot.generation)
-    assert version_store.advance(incoming, 0, "actor", NUM_BYTES)
-    assert version_store.finish(incoming, 0, digest(content(7)))
-    assert version_store.slots.newest() == 7
-
-
 def put(store, version):
     incoming, _ = store.begin_receive(Offer(version, NUM_BYTES, 5), "a")
     incoming.buffer[:] = content(version)
@@ -217,19 +212,17 @@ def locked_store():
     segment.close()
 
 
-@pytest.mark.parametrize(
-    "begin", [lambda d, o: d.begin_receive(o, "a")[0], lambda d, o: d.reserve_slot(o)], ids=["open", "reserve"]
-)
-def test_a_version_that_waits_for_readers_holds_up_nothing_else(locked_store, begin):
+def test_a_version_that_waits_for_readers_holds_up_nothing_else(locked_store):
     store, reader, slots = locked_store
     with ThreadPoolExecutor(1) as pool:
-        beginning = pool.submit(begin, store, Offer(4, NUM_BYTES, 5))
+        beginning = pool.submit(store.begin_receive, Offer(4, NUM_BYTES, 5), "a")
         for _ in range(100):  # some of these calls run while it waits
-            assert store.wait_newer(3, 0.002) is None
-            assert store.wait_newer(2, 0.0) == 3
+            assert store.next_source(3, 0.002) is None
+            with closing(store.next_source(2, 0.0)) as source:
+                assert source.offer.version == 3
         assert not beginning.done()
         reader.unlock(slots[1], Lock.SHARED)
-        assert beginning.result(10).slot.slot == slots[1]
+        assert beginning.result(10)[0].slot.slot == slots[1]
 
 
 def test_a_store_that_closes_does_not_wait_for_readers(locked_store):
@@ -248,14 +241,13 @@ def test_a_version_that_waited_for_readers_is_refused_once_a_newer_one_arrives(l
         older = pool.submit(store.begin_receive, Offer(4, NUM_BYTES, 5), "a")
         reader.unlock(slots[0], Lock.SHARED)
         incoming, _ = newer.result(10)
-        assert incoming.state is IncomingState.ARRIVING and incoming.offer.version == 5
-        assert older.result(10) is None or older.result()[0].state is IncomingState.ABANDONED
+        assert incoming.is_arriving and incoming.offer.version == 5
+        assert older.result(10) is None or older.result()[0].is_abandoned
 
 
 def test_a_version_can_leave_before_it_has_arrived_whole(version_store):
-    segment = Segment.open(version_store.slots.segment.path)
     incoming, _ = version_store.begin_receive(Offer(1, NUM_BYTES, 5), "a")
-    source = version_store.next_source(VersionSlots(segment), above=0, timeout_s=1)
+    source = version_store.next_source(above=0, timeout_s=1)
     assert source.bytes_ready(0, 0.01) == 0
     threading.Timer(0.02, version_store.advance, (incoming, 0, "a", 100)).start()
     assert source.bytes_ready(0, 5) == 100
@@ -263,7 +255,6 @@ def test_a_version_can_leave_before_it_has_arrived_whole(version_store):
     version_store.abandon(incoming, 0, "a")
     assert not source.is_valid()
     source.close()
-    segment.close()
 
 
 def test_the_watermark_is_the_first_byte_that_any_part_lacks():
@@ -289,6 +280,36 @@ def test_chunks_are_digested_as_they_arrive():
     segment.close()
 
 
+def test_a_version_that_is_copied_gives_way_to_a_newer_one(version_store, monkeypatch):
+    """The receiver tells the sender to offer again, and then that it does not want it: the link stays."""
+    versions = PublishedVersions(WeightShard.whole(Layout.of(TENSORS, "float32")), 1)
+    versions.write(1, TENSORS)
+    sender, receiver = MemoryLink.pair()
+    copied = []
+
+    def fill(incoming, part, upstream, done, write):
+        copied.append(done)
+        if len(copied) == 2:
+            newer, _ = version_store.begin_receive(msgspec.structs.replace(incoming.offer, version=2), "a")
+            newer.buffer[:] = 2
+            version_store.advance(newer, 0, "a", newer.buffer.nbytes)
+            assert version_store.finish(newer, 0, newer.whole_digest())
+        return VersionStore.fill(version_store, incoming, part, upstream, done, write)
+
+    monkeypatch.setattr(version_store, "fill", fill)
+    receiving = VersionReceiver(receiver, version_store, "actor-0/chain", versions.segment)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(receiving.run, lambda: False, lambda incoming: None)
+        assert send_version(sender, versions.next_source(-1, 1))
+        sender.close()
+        with pytest.raises(LinkBroken, match="the link is closed"):
+            running.result(10)
+    assert version_store.slots.newest() == 2 and copied == [GRID_BYTES, 2 * GRID_BYTES]
+    _, held = version_store.slots.read_with(np.copy)
+    assert (held == 2).all()
+    versions.close()
+
+
 class LateLink(MemoryLink):
     """A link on which a piece of a version is so late that a newer version comes by another way before its bytes."""
 
@@ -307,7 +328,8 @@ def test_a_late_piece_of_an_older_version_leaves_the_newer_one_as_it_is(version_
     send_frame(sender, Offer(1, NUM_BYTES, 5), 1.0)
     send_data(sender, content(1), 1.0)
     with pytest.raises(LinkBroken, match="version 1 is no longer received"):
-        receive_versions(LateLink(receiver, version_store), version_store, "relay-0", lambda: False, lambda _: None)
+        receiving = VersionReceiver(LateLink(receiver, version_store), version_store, "relay-0")
+        receiving.run(lambda: False, lambda _: None)
     assert version_store.slots.newest() == 2
     _, held = version_store.slots.read_with(np.copy)
     np.testing.assert_array_equal(held, content(2))
