@@ -146,7 +146,7 @@ BY_HAND: dict[str, Callable[[list[Row]], Tensor]] = {
     "RLOO": rloo,
     "REINFORCE++": reinforce_plus_plus,
     "REINFORCE++ with baseline": reinforce_plus_plus_baseline,
-    "GRPO with one scale for the step": one_scale,
+    "GRPO, rewards scaled over the whole step": one_scale,
     "REINFORCE": reinforce,
 }
 
