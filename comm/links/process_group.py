@@ -42,7 +42,7 @@ def meeting_store(store: "StoreClient", interface: str, name: str, deadline_s: f
         store.set(key, address.encode())
         return hosted
     address = store.wait_for(key, deadline_s).decode()
-    try:  # the host may have died since: then nobody answers there any more
+    try:  # the host may have died since, and then nothing answers at its address
         connect_s = timedelta(seconds=deadline_s)
         found = TCPStore(*split_address(address), is_master=False, wait_for_workers=False, timeout=connect_s)
     except dist.DistError as error:

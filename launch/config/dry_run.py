@@ -91,7 +91,7 @@ class DryRun:
 
 
 def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
-    """What a start finds on this host alone: warnings about its threads and its memory, and the bytes that each process needs at most.
+    """Checks of this host alone: warnings about its threads and its memory, and the bytes that each process needs at most.
 
     Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit.
     """

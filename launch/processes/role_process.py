@@ -108,7 +108,7 @@ class SignalReporter:
             self._send(leaving if JOINING in os.environ else Interrupted(self.received))
 
     def _send(self, message: "Message") -> None:
-        """Send in a thread: a handler runs wherever the main thread is, which may have the mailbox's lock."""
+        """Send in a thread: the handler interrupts the main thread, which may hold the mailbox's lock."""
         assert self.mailbox is not None
         threading.Thread(target=self.mailbox.send, args=("hub", message), name="signal report", daemon=True).start()
 

@@ -372,7 +372,7 @@ class Supervisor:
                 if name != "store":
                     child.send(number)
                 elif not self.has_started:
-                    child.send(signal.SIGQUIT)  # it has no address yet, so nobody can leave
+                    child.send(signal.SIGQUIT)  # without an address no member could join
 
     def _set_deadline(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -21,7 +21,7 @@ from .transfer import MAX_PIECE_BYTES, SILENCE_S, VersionQueue, send_versions
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
-"""Seconds between two looks for a successor while there is none."""
+"""Seconds between two checks for a successor, as long as it is missing."""
 
 
 def chain_order(relays: Sequence[Member]) -> list[Member]:

@@ -79,7 +79,7 @@ class WeightPublisher:
 
 @dataclass(eq=False)
 class PublishedVersion:
-    """A version, or one rank's part of it, in memory that nobody writes until `close`."""
+    """A version, or one rank's part of it, in memory that stays unchanged until `close`."""
 
     offer: Offer
     buffer: np.ndarray

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
-"""Seconds between two looks for a relay while there is none."""
+"""Seconds between two checks for a relay, as long as it is missing."""
 _DIGEST_S = 600.0
 """Seconds within which a digest of all weights must be ready; only a suspended machine takes longer."""
 

@@ -131,7 +131,7 @@ def send_versions(
 
 
 def send_version(link: Link, source: VersionSource | None, piece_bytes: int = 1 << 20) -> bool:
-    """Offer a version, send what the receiver lacks, and close it; False if there is none, or it was abandoned on the way.
+    """Offer a version, send what the receiver lacks, and close it; False if `source` is None, or if it was abandoned on the way.
 
     Raises `LinkBroken` or `MessageRefused`.
     """

@@ -57,7 +57,7 @@ sys.stdin.readline()
 
 
 def test_a_signal_while_the_process_reports_another_one_stops_nothing():
-    """A handler runs wherever the main thread is, and must not wait for what that thread holds."""
+    """A handler interrupts the main thread anywhere, so it must not wait for a lock that this thread holds."""
     server = StoreServer("127.0.0.1", b"").start()
     at_end(server.close)
     client = StoreClient.connect(server.address, b"", 60)

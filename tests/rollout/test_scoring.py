@@ -1,4 +1,4 @@
-"""What a rollout does while its reward functions are slower than its generator."""
+"""A rollout whose reward functions are slower than its generator."""
 
 from pathlib import Path
 

