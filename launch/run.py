@@ -132,7 +132,7 @@ def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int
         return 0
     if recipe.run.mode == "replay":
         with sleeping_threads():
-            from ..trainer.replay import replay_steps
+            from ..trainer.replay_run import replay_steps
 
             return 1 if replay_steps(recipe) else 0
     return _launch(recipe, arguments)

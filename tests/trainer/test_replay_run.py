@@ -13,7 +13,7 @@ from support.policies import tiny_policy
 
 from headrace.trainer.learners.base import Learner
 from headrace.trainer.recovery import train_again
-from headrace.trainer.replay import replay_steps
+from headrace.trainer.replay_run import replay_steps
 from headrace.trainer.step_log import StepLog, StepReplay
 
 LOSS = """
