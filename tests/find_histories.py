@@ -62,7 +62,8 @@ def _find(tree: Tree, mutation: Mutation, path: Path, options: argparse.Namespac
     if number is None:
         print(f"not found in {options.last} seeds, {seconds:.0f} s: {mutation.name}\n{done.stderr[-500:]}", flush=True)
         return False
-    history = msgspec.json.decode(lines[number + 1], type=History)
+    found = next(line for line in lines[number:] if line.startswith("    {"))  # a message may have several lines
+    history = msgspec.json.decode(found, type=History)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(history), indent=1) + b"\n")
     faults = ", ".join(f"{fault.kind} {fault.role}" for fault in history.plan)
