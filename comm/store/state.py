@@ -108,6 +108,8 @@ class StoreState:
         self.outgoing.pop(client, None)
         for watchers in self._watchers.values():
             watchers.discard(client)
+        for waiting in self._waiting.values():
+            waiting[:] = [request for request in waiting if request[0] != client]
         for name in [name for name, reader in self._readers.items() if reader == client]:
             self._close_inbox(client, name, is_last=False)
         self._heard.pop(client, None)

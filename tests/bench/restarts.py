@@ -55,6 +55,7 @@ def restarts(_name: str, options: Options) -> list[Measurement]:
                 for name, probe in probes.items():
                     seconds[name].append(_away_s(run, name, probe))
                     time.sleep(_PAUSE_S / len(probes))
+            units.close()
         finally:
             run.signal(signal.SIGINT)
             code, output = run.end()
@@ -103,6 +104,10 @@ class _Units:
         self._store = StoreClient.connect(address, read_secret(folder), 30.0)
         self._store.on_changed = self._on_changed
         self._store.ask(lambda number: Watch(number, "relay"))
+
+    def close(self) -> None:
+        """End the connection to the store."""
+        self._store.close()
 
     def _on_changed(self, changed: Changed) -> None:
         self.incarnations |= {member.name: member.incarnation for member in changed.members if "unit" in member.info}

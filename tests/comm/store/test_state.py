@@ -158,6 +158,15 @@ def test_values_are_kept_awaited_added_to_and_dropped():
     assert play.received[1][-1] == Answer(2, b"v") and play.answers(2) == [None, None, None]
 
 
+def test_a_client_that_ends_waits_for_no_value_any_more():
+    play = Play()
+    play.does(1, GetValue(1, "k", waits=True))
+    play.does(2, GetValue(1, "k", waits=True))
+    play.closes(1)
+    play.does(3, SetValue(1, "k", b"v"))
+    assert play.answers(1) == [] and play.answers(2) == [b"v"]
+
+
 def test_messages_wait_for_a_reader_and_after_its_death_for_the_next_one():
     play = Play()
     play.does(1, Post("relay-0", "hub", 1, b""))
