@@ -17,6 +17,12 @@ pyright > "$types" &  # beside the tests: it takes one core for most of a minute
 pyright=$!
 # Two workers more than cores: tests of whole runs wait for their processes for a part of their time.
 python -m pytest -m "not slow" --numprocesses $((cores + 2)) --maxprocesses 16 --dist worksteal --durations 30 --durations-min 3 "$@" || status=$?
+if [ "$status" = 1 ] && [ -n "${CI:-}" ]; then
+    # Real processes share few cores of an unknown machine here. What fails alone too is a fault; what passes is named above.
+    echo "run.sh: the failed tests run once more, without others beside them"
+    status=0
+    python -m pytest -m "not slow" --last-failed --last-failed-no-failures none --maxfail 5 "$@" || status=$?
+fi
 wait "$pyright" || status=$?
 pyright=""
 cat "$types"
