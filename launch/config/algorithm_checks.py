@@ -90,7 +90,7 @@ def _useless(recipe: Recipe) -> Iterator[str]:
     if algorithm.advantage != "gae" and recipe.critic != CriticSettings():
         yield f"critic.lr, critic.clip_value and critic.warmup_steps have no effect on algorithm.advantage={algorithm.advantage}"
     elif warmup_steps >= recipe.run.steps:
-        yield f"critic.warmup_steps={warmup_steps}covers all of run.steps={recipe.run.steps}, so the policy is never trained"
+        yield f"critic.warmup_steps={warmup_steps} covers all of run.steps={recipe.run.steps}, so the policy is never trained"
     if algorithm.clip_dual is not None and algorithm.loss in ("cispo", "reinforce"):
         yield f"algorithm.clip_dual has no effect on algorithm.loss={algorithm.loss}"
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
