@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ..comm.disk import REMEDY, describe_unwritable, is_unwritable
 from ..comm.errors import SettingError, StoreGone
 
 _UNKNOWN = "unrecognized arguments: "
@@ -39,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
         """Raise the mistake; of an option that does not exist it names the nearest one."""
         word = message.removeprefix(_UNKNOWN).split(" ")[0].partition("=")[0]
         if message.startswith(_UNKNOWN):
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.75)
             message = f"unknown option {word}" + (f", the nearest is {near[0]}" if near else "")
         raise SettingError(f"{message}; --help lists the options")
 
@@ -69,6 +68,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
         return 141
     except OSError as error:
+        from ..comm.disk import REMEDY, describe_unwritable, is_unwritable
+
         if not is_unwritable(error):
             raise
         _tell(f"{describe_unwritable(Path(error.filename or '.'))}; {REMEDY}, or set another run.dir")
