@@ -35,8 +35,8 @@ def status(words: Sequence[str]) -> int:
 def _order(parser: CommandParser, words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     order = getattr(given, "order", "status")
-    rollout = getattr(given, "rollout", None)
-    if (rollout is not None) != (order == "drain"):
+    rollout = getattr(given, "rollout", None) or ""
+    if bool(rollout) != (order == "drain"):
         parser.error(f"{order} {'needs the name of a' if order == 'drain' else 'takes no'} rollout")
     from ..comm.messages import DrainRequested, Interrupted
     from .processes.control import talk
