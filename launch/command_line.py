@@ -1,4 +1,4 @@
-"""What the commands share: the parser of their words, and the exit code for an error."""
+"""The parser of all commands, and the exit code for an error."""
 
 import argparse
 import difflib

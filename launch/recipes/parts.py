@@ -64,7 +64,7 @@ TASKS = {
 
 
 class Parts(NamedTuple):
-    """What a start adds to a recipe."""
+    """The settings that a start adds to a recipe."""
 
     settings: tuple[str, ...] = ()
     """`NAME=VALUE` of each part, to follow the user's words."""
