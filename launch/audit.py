@@ -1,80 +1,34 @@
-"""Audits runs: `python -m headrace.launch.audit RUN...`.
-
-Replays the journal of each run folder, checks every line against the rules of `relay.journal.state`, and prints the account.
-"""
+"""`headrace audit RUN...`: replays the journals of runs, checks every line, and prints the account of the trajectories."""
 
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..relay.journal.events import Event, Leased, PromptDropped, Returned, RowFailed
-from ..relay.journal.journal import JournalError, account_dict, replay
-from ..relay.journal.records import EvaluationLog
-
-_MAX_REASONS = 10
+from ..comm.errors import SettingError
+from .command_line import CommandParser, exit_code
 
 
-class AuditReport:
-    """Counts of a journal's events, of leases by holder, and of reasons for failed and returned trajectories."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.leased_to: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-
-    def note(self, event: Event) -> None:
-        self.counts[type(event).__name__] += 1
-        match event:
-            case Leased(holder=holder, samples=samples):
-                self.leased_to[holder] += len(samples)
-            case RowFailed(reason=reason):
-                self.reasons[f"failed: {reason}"] += 1
-            case PromptDropped(reason=reason):
-                self.reasons[f"dropped: {reason}"] += 1
-            case Returned(reason=reason):
-                self.reasons[f"returned: {reason}"] += 1
-            case _:
-                pass
-
-    def lines(self) -> Iterator[str]:
-        yield f"events {dict(sorted(self.counts.items()))}"
-        yield f"trajectories leased, repeated leases included, to {dict(sorted(self.leased_to.items()))}"
-        for reason, count in self.reasons.most_common(_MAX_REASONS):
-            yield f"{count} x {reason}"
+def main(words: Sequence[str]) -> int:
+    """Returns the exit code: 1 if a journal does not verify, 2 for a folder without one."""
+    parser = CommandParser("audit", "Checks the journal of each run against the rules, and counts its trajectories.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
+    return exit_code(lambda: _audit(parser.parse_args(words).runs))
 
 
-def _evaluations(log: EvaluationLog) -> Iterator[str]:
-    """One line for each evaluation that is complete, and the account of all samples."""
-    for result in log.results:
-        named = (f"{name.removeprefix('eval/')} {value:g}" for name, value in result.items() if name != "eval/version")
-        yield f"evaluation of version {result['eval/version']:g}: {', '.join(named)}"
-    if log.begun is not None:
-        yield f"evaluated samples {log.account}"
-
-
-def main(arguments: list[str]) -> int:
-    """Print the account of the run folders named; 1 if one of their journals does not verify, 2 for a folder without one."""
-    if not arguments or {"--help", "-h"} & {*arguments}:
-        print("usage: python -m headrace.launch.audit RUN...", file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    for run in arguments:
+def _audit(runs: Sequence[str]) -> int:
+    for run in runs:
         if not (Path(run) / "journal.jsonl").is_file():
-            print(f"{run} is not the folder of a run: it has no journal.jsonl", file=sys.stderr)
-            return 2
-    for run in arguments:
-        report = AuditReport()
+            raise SettingError(f"{run} is not the folder of a run: it has no journal.jsonl")
+    from ..relay.journal.journal import JournalError
+    from .report.journal_audit import audit_lines
+
+    for run in runs:
         try:
-            state = replay(Path(run) / "journal.jsonl", report.note)
+            lines = [*audit_lines(Path(run))]
         except (JournalError, OSError) as error:
             print(error, file=sys.stderr)
             return 1
-        account = " ".join(f"{name}={value}" for name, value in account_dict(state).items())
-        print(f"{run}: {state.step} steps, version {state.version}, {state.ended or 'not ended'}: {account}")
-        print(f"  staleness {dict(sorted(state.staleness.items()))}")
-        print(f"  versions per trajectory {dict(sorted(state.versions_per_trajectory.items()))}")
-        for text in [*_evaluations(state.evaluations), *report.lines()]:
-            print(f"  {text}")
+        print("\n".join(lines))
     return 0
 
 

@@ -53,7 +53,7 @@ def _find(tree: Tree, mutation: Mutation, path: Path, options: argparse.Namespac
     started = time.monotonic()
     command = [sys.executable, "tests/simulate.py", "0", str(options.last), "--steps", str(options.steps)]
     command += ["--jobs", str(options.jobs), "--most", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(tree.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(tree.package), "PYTHONDONTWRITEBYTECODE": "1"}
     with tree.broken(mutation):
         done = subprocess.run(command, cwd=tree.root, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()

@@ -15,7 +15,7 @@ while (($#)); do
   esac
 done
 mkdir -p "$logs"
-export PYTHONPATH=$PWD/.types${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 POLICIES=$(mktemp -d)
 export POLICIES
 trap 'rm -rf "$POLICIES"' EXIT  # several GB

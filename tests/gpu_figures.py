@@ -22,8 +22,8 @@ from support.exact import packed_logprobs as trainer_logprobs
 
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
-from headrace.launch.quickstart import RECIPE as QUICKSTART
-from headrace.launch.quickstart import missing_parts
+from headrace.launch.recipes.parts import RECIPE as QUICKSTART
+from headrace.launch.recipes.parts import missing_parts
 from headrace.relay.weights.pinned import host_buffer
 from headrace.rollout import Engine, SamplingParams
 from headrace.trainer.batch import Trajectory, pack

@@ -81,11 +81,12 @@ class Recorder:
 
 
 class Tree:
-    """A copy of the working tree, in a folder from which Python imports `headrace`."""
+    """A copy of the working tree; Python imports `headrace` from its `package` folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.root = folder / "headrace"
+        self.root = folder / "tree"
+        self.package = self.root / "src"
         self._num_broken = self._num_runs = 0
 
     def fill(self) -> None:
@@ -132,9 +133,9 @@ class Tree:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.chdir(self.root)
-        os.environ |= {"PYTHONPATH": str(self.folder), "TMPDIR": str(files)}
+        os.environ |= {"PYTHONPATH": str(self.package), "TMPDIR": str(files)}
         tempfile.tempdir = None
-        sys.path[:] = [str(self.folder), *(path for path in sys.path if path != str(ROOT / "tests"))]
+        sys.path[:] = [str(self.package), *(path for path in sys.path if path != str(ROOT / "tests"))]
         for name in [name for name in sys.modules if name.partition(".")[0] == "support"]:
             del sys.modules[name]
         recorder, failed = Recorder(files / "record.json"), "pytest could not start"

@@ -17,7 +17,7 @@ MAX_ASSET_BYTES = 2_000_000
 
 def texts() -> Iterator[Path]:
     """The text files of the repository that are not Python."""
-    for folder in (*FLOORS, "tests", "docs", ".ci", ".types"):
+    for folder in (*FLOORS, "tests", "docs", ".ci"):
         yield from (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in TEXT)
     yield from (path for path in ROOT.iterdir() if path.is_file() and path.suffix in TEXT)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.source_tree import FLOORS, MODULES, ROOT
 
+from headrace.launch.command import COMMANDS
 from headrace.launch.config.load import LAB, known_settings, sections
 from headrace.launch.lab.settings import lab_fields
 
@@ -15,6 +16,7 @@ DOCUMENTS = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md
 """Pages that speak of the present. The others may name what has been removed."""
 FILE = re.compile(rf"\b(?:{'|'.join((*FLOORS, 'tests', 'docs'))})/[\w/]+\.(?:py|sh|yaml|json|md)\b")
 MODULE = re.compile(r"python -m headrace\.([a-z_.]+)")
+COMMAND = re.compile(r"(?:^|`|\.venv/bin/)headrace ([a-z]+)\b", re.MULTILINE)
 SETTING = re.compile(rf"\b((?:{'|'.join(name for name in (*dict(sections()), LAB))})\.\w+)=")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -38,6 +40,10 @@ def test_every_file_that_the_documents_name_exists():
 
 def test_every_module_that_the_documents_run_exists():
     assert not [(path.name, module) for path, module in named(MODULE) if module.rstrip(".") not in MODULES]
+
+
+def test_every_command_that_the_documents_run_exists():
+    assert {name for _, name in named(COMMAND)} == {*COMMANDS}
 
 
 def test_every_setting_that_the_documents_set_exists():

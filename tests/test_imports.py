@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from support.source_tree import (
@@ -96,7 +97,7 @@ def test_no_chain_of_imports_is_long():
 
 
 def test_the_five_folders_are_never_imported_by_their_bare_names():
-    code = "import sys, headrace.launch.run, headrace.launch.processes.role_process; print(*sys.modules)"
+    code = "import sys, headrace.launch.start, headrace.launch.processes.role_process; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {module.partition(".")[0] for module in done.stdout.split()} & {*FLOORS}
 
@@ -117,8 +118,9 @@ def test_a_relay_serves_weights_without_torch():
     assert not [name for name, node in nodes if ast.unparse(node).split()[1].partition(".")[0] == "torch"]
 
 
-def test_type_checkers_and_editors_find_the_import_name():
-    assert (ROOT / ".types" / "headrace").resolve() == ROOT
+def test_the_package_joins_the_five_folders():
+    links = {path.name: path.readlink() for path in (ROOT / "src" / "headrace").iterdir() if path.is_symlink()}
+    assert links == {floor: Path("../..") / floor for floor in FLOORS}
 
 
 def test_floors_stand_in_the_order_of_their_imports():

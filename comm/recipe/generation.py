@@ -50,7 +50,7 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`rollout.*`: the cycle of one rollout."""
 
     engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
-    """The generator: the project's own, an emulated device (`launch.lab --help`), transformers', or your own adapter (docs/use/service.md)."""
+    """The generator: the project's own, an emulated device (`headrace plan --help`), transformers', or your own adapter (docs/use/service.md)."""
     max_age: Count | None = None
     """Most versions that a rollout's weights may be behind the newest; then it takes new ones in the middle of its trajectories. Null is off."""
     stream_tokens: OptionalCount = 256

@@ -3,14 +3,13 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...comm.environment import VISIBLE_DEVICES
 from ...comm.errors import SettingError
 
-OPTION = "--gpus="
 _PLACES = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib")
 """Folders of nvidia-smi in images whose PATH leaves them out."""
 _QUERY = ("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
@@ -35,20 +34,16 @@ class Gpus:
         return cls(names, min((_size(name, sizes) for name in names), default=0.0))
 
     @classmethod
-    def taken_from(cls, words: Sequence[str]) -> "tuple[Gpus | None, list[str]]":
-        """The GPUs that an option `--gpus=COUNTxGB` names for planning, and the other words; raises SettingError."""
-        given = [word for word in words if word.startswith(OPTION)]
-        others = [word for word in words if not word.startswith(OPTION)]
-        if not given:
-            return None, others
-        count, x, gb = given[-1].removeprefix(OPTION).partition("x")
+    def parse(cls, text: str) -> "Gpus":
+        """The GPUs of `--gpus=COUNTxGB`, to plan for; raises SettingError."""
+        count, x, gb = text.partition("x")
         try:
             found = cls(tuple(map(str, range(int(count)))), float(gb))
         except ValueError:
             found = cls()
         if not x or not found.names or not found.gb > 0:
-            raise SettingError(f"{given[-1]} is not {OPTION}COUNTxGB, the GPUs of a host, such as {OPTION}8x80")
-        return found, others
+            raise SettingError(f"--gpus={text} is not COUNTxGB, the GPUs of a host, such as --gpus=8x80")
+        return found
 
 
 def _from_nvidia_smi() -> dict[str, float]:

@@ -13,9 +13,12 @@ from .values import describe, show_value
 _USAGE = """\
 Trains a language model by asynchronous reinforcement learning.
 
-usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--settings]]
+usage: headrace run RECIPE.yaml|NAME [KEY=VALUE ...] [--dry-run [--settings]]
        torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
-       python -m headrace.launch.run join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
+       headrace run join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
+
+  NAME        a recipe that comes with the project
+  --list      print the names of these recipes
 
   --dry-run   print roles, batch arithmetic and memory, make all checks of a start, then stop
   --settings  with --dry-run, also print every setting of the recipe

@@ -127,9 +127,7 @@ def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
     for section, values in layer.items():
         if section == LAB:
             if not isinstance(values, dict):
-                raise SettingError(
-                    f"{origin}'lab' is a section; python -m headrace.launch.lab --help lists its settings"
-                )
+                raise SettingError(f"{origin}'lab' is a section; headrace plan --help lists its settings")
             continue
         if section in firsts and not isinstance(values, dict):
             raise SettingError(f"{origin}{section!r} is a section; set one of its settings, such as {firsts[section]}")

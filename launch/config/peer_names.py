@@ -7,7 +7,7 @@ EARLIER: Mapping[str, str] = {
     "algorithm.scale_by_std": "it is algorithm.scale_rewards=group (true) or none (false) now",
     "checkpoint.every_minutes": "without checkpoint.every there is a checkpoint every 30 minutes, with it every so many steps",
     "comm.delta": "versions are always sent whole",
-    "emulated": "emulated devices have settings of the lab, lab.*; python -m headrace.launch.lab --help lists them",
+    "emulated": "emulated devices have settings of the lab, lab.*; headrace plan --help lists them",
     "generator.prefix_cache": "the prefix cache is always on",
     "queue.capacity": "queue.lead=N keeps N groups under way",
     "queue.on_failed": "the other trajectories of a group are always trained",

@@ -52,7 +52,7 @@ def lock_run_folder(run_dir: Path) -> IO[bytes]:
 
 def under_way(run_dir: Path) -> str:
     """The message about a run folder whose run has not ended."""
-    return f"a run is under way in {run_dir}; end it (python -m headrace.launch.ctl {run_dir} stop), or set another run.dir"
+    return f"a run is under way in {run_dir}; end it (headrace ctl {run_dir} stop), or set another run.dir"
 
 
 class FolderWatch:

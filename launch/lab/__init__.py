@@ -1,7 +1,7 @@
 """The lab: runs on emulated devices in virtual time, and the planner that splits a run's devices by them.
 
-    python -m headrace.launch.lab plan RECIPE.yaml [KEY=VALUE ...]
+    headrace plan RECIPE.yaml|NAME [KEY=VALUE ...]
 
 Invariant: no other folder imports the lab; a recipe that names an emulated engine loads it by its path.
-Start reading at `plan.py`, then `virtual/` (whole runs in one process) and `emulated/` (the devices).
+Start reading at `command.py` and `plan.py`, then `virtual/` (whole runs in one process) and `emulated/` (the devices).
 """

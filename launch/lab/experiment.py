@@ -1,6 +1,6 @@
 """Runs of one recipe in virtual time, one after another: the figures of each are read and kept."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +15,6 @@ from ..report.timeline import Timeline
 from .figures import Figures, figures_of, window_of
 
 RESULT_FILE = "outcome.json"
-
-
-def exit_code(command: Callable[[], None]) -> int:
-    """Carry out a command of runs: 0, 2 after a user's mistake, which is printed, and 130 after Ctrl-C or SIGTERM."""
-    try:
-        command()
-    except SettingError as error:
-        print_message(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Plans a run: simulates splits of its devices in virtual time, and proposes the fastest.
 
-    python -m headrace.launch.lab plan RECIPE.yaml [KEY=VALUE ...] [--from RUN] [--gpus N] [--steps N] [--runs N]
+    headrace plan RECIPE.yaml|NAME [KEY=VALUE ...] [--from RUN] [--gpus N] [--steps N] [--runs N]
 
 The devices are those of the finished run RUN, of a short warm-up run of RECIPE, or RECIPE's own if it emulates them. After a
 measured run it also prints what the simulation predicts for the run's own split beside what was measured. docs/use/planner.md
@@ -25,8 +25,9 @@ from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
 from ..config.memory_plan import MemoryPlan
 from ..config.model_files import read_config
 from ..placement import place_ranks
+from ..recipes.names import find_recipe
 from .devices import Devices
-from .experiment import Experiment, exit_code
+from .experiment import Experiment
 from .figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
 from .profile import emulated_recipe, measured_part, profile_of, relay_seconds
 from .settings import lab_of
@@ -115,23 +116,10 @@ class MeasuredJob:
         return num if busy <= RELAY_BUSY else max(2, math.ceil(2 * one_copy / RELAY_BUSY)), busy
 
 
-def main(words: Sequence[str]) -> int:
-    """Returns the exit code: 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser("python -m headrace.launch.lab plan", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("recipe", help="a recipe")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the recipe")
-    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="folder of a finished run to measure")
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs to plan for (default: the recipe's)")
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help=f"steps of a simulated run (default: at most {MOST_STEPS})"
-    )
-    parser.add_argument("--runs", type=int, default=24, metavar="N", help="most simulated runs (24)")
-    arguments = parser.parse_intermixed_args(words)
-    return exit_code(lambda: plan(read_recipe(arguments.recipe, arguments.overrides), arguments))
-
-
-def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
+def plan(arguments: argparse.Namespace) -> None:
     """Measure, simulate and print. Raises `SettingError`."""
+    file = find_recipe(arguments.recipe)
+    recipe = read_recipe(file, arguments.overrides)
     steps = min(recipe.run.steps, MOST_STEPS) if arguments.steps is None else arguments.steps
     if steps < LEAST_STEPS or arguments.runs < 1:
         raise SettingError(f"--steps (or run.steps): at least {LEAST_STEPS}, to be measured; --runs: at least 1")
@@ -139,7 +127,7 @@ def plan(recipe: Recipe, arguments: argparse.Namespace) -> None:
     run = arguments.run
     if run is None and not recipe.is_emulated:
         run = home / "warm-up"
-        warm_up(arguments.recipe, arguments.overrides, run)
+        warm_up(file, arguments.overrides, run)
     job: MeasuredJob | None = None
     if run is not None:
         measured = _recipe_of(run)

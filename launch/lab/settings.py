@@ -88,7 +88,7 @@ def lab_of(given: Mapping[str, Any]) -> LabSettings:
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"the nearest is 'lab.{near[0]}'" if near else "python -m headrace.launch.lab --help lists all"
+            hint = f"the nearest is 'lab.{near[0]}'" if near else "headrace plan --help lists all"
             raise SettingError(f"unknown setting 'lab.{name}'; {hint}")
         typed[name] = typed_value(known[name].type, value)
         try:

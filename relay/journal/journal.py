@@ -1,6 +1,6 @@
 """The hub's journal: every decision as one JSON line, written before it takes effect.
 
-`launch/audit.py` prints what a journal says.
+`headrace audit` prints what a journal says.
 """
 
 import fcntl

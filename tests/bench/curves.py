@@ -34,8 +34,8 @@ import msgspec
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
 from headrace.comm.waits import waiting
+from headrace.launch.command_line import exit_code
 from headrace.launch.config.load import read_recipe, save_recipe
-from headrace.launch.lab.experiment import exit_code
 from headrace.launch.processes.child import Child, describe_exit, print_message
 from headrace.launch.recipes import addition, step_speed
 from headrace.relay.checkpoints import CheckpointFolder

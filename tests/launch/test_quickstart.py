@@ -16,8 +16,9 @@ from support.polling import wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.launch.config.load import read_recipe
-from headrace.launch.quickstart import RECIPE, main, missing_parts
+from headrace.launch.quickstart import main
 from headrace.launch.recipes import sort_digits
+from headrace.launch.recipes.parts import RECIPE, missing_parts
 from headrace.launch.recipes.tiny_policy import build_policy
 
 PATIENCE_S = 240.0
@@ -188,5 +189,5 @@ def test_a_quickstart_that_does_not_exist_names_those_that_do(capsys):
     assert main(["calculater"]) == 2
     assert (
         capsys.readouterr().err
-        == "headrace: error: unknown quickstart 'calculater'; give `calculator` or `smollm2`, or no name\n"
+        == "headrace: error: no recipe 'calculater': the nearest is calculator; `headrace run --list` says what each does\n"
     )

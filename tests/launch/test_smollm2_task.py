@@ -7,8 +7,8 @@ import pytest
 
 from headrace.comm.recipe import EvalSettings
 from headrace.launch.config.load import read_recipe
-from headrace.launch.quickstart import SMOLLM2
 from headrace.launch.recipes import addition, smollm2_task, step_speed
+from headrace.launch.recipes.parts import SMOLLM2
 
 
 def test_no_held_out_pair_is_trained_on_in_either_order():

@@ -74,8 +74,8 @@ def test_a_rank_without_a_store_ends_with_one_line_on_each_host(monkeypatch, cap
     def run_rank(*_: object) -> int:
         raise end
 
-    monkeypatch.setattr(run, "run_rank", run_rank)
-    monkeypatch.setattr(run, "block_signals", lambda: None)
+    monkeypatch.setattr("headrace.launch.start.run_rank", run_rank)
+    monkeypatch.setattr("headrace.launch.processes.child.block_signals", lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for local_rank, expected in (("0", printed), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)

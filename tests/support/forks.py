@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 IMPORTED = (
-    "transformers", "safetensors.torch", "headrace.launch.run", "headrace.launch.processes.role_process", "headrace.relay.hub.loop",
+    "transformers", "safetensors.torch", "headrace.launch.start", "headrace.launch.processes.role_process", "headrace.relay.hub.loop",
     "headrace.relay.loop", "headrace.trainer.loop", "headrace.trainer.learners.builtin", "headrace.rollout.loop",
     "headrace.rollout.generators.builtin", "torch.distributed.run",
 )  # fmt: skip

@@ -18,9 +18,10 @@ from support.job import DEADLINE_S, LONG_TAILS, RATIO_OF_As
 from support.policies import tiny_policy
 from support.polling import wait_for
 
-from headrace.launch import quickstart
 from headrace.launch.audit import main as audit
 from headrace.launch.config.load import read_recipe
+from headrace.launch.recipes.parts import RECIPE as QUICKSTART
+from headrace.launch.recipes.parts import missing_parts
 from headrace.relay.journal.events import Checkpointed, Moved, Opened, Published, Received
 from headrace.relay.journal.journal import read_events
 
@@ -297,9 +298,9 @@ def test_a_host_that_is_cut_off_for_a_while_comes_back(hosts_job, seconds: int):
 @pytest.mark.slow
 def test_three_hosts_train_the_quickstart_to_its_reward(hosts_job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    parts = quickstart.missing_parts(read_recipe(quickstart.RECIPE), is_dry_run=False)
+    parts = missing_parts(read_recipe(QUICKSTART), is_dry_run=False)
     job = hosts_job(3)
-    (job.folder / "recipe.yaml").write_text(quickstart.RECIPE.read_text())
+    (job.folder / "recipe.yaml").write_text(QUICKSTART.read_text())
     job.words = [*parts, f"run.dir={job.dir}", "roles.relay=3"]
     job.start()
     assert job.end() == [0, 0, 0], job.logs()

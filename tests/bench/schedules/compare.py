@@ -13,8 +13,9 @@ from pathlib import Path
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
+from headrace.launch.command_line import exit_code
 from headrace.launch.config.load import read_recipe
-from headrace.launch.lab.experiment import Experiment, exit_code
+from headrace.launch.lab.experiment import Experiment
 from headrace.launch.lab.settings import lab_of
 from headrace.launch.lab.tuning import climb
 from headrace.launch.processes.child import print_message

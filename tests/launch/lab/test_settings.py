@@ -12,10 +12,10 @@ from headrace.launch.lab.settings import LabSettings, help_lines, lab_fields, la
     ("word", "message"),
     [
         ("lab.train_gpu=1", "unknown setting 'lab.train_gpu'; the nearest is 'lab.train_gpus'"),
-        ("lab.xyz=1", "unknown setting 'lab.xyz'; python -m headrace.launch.lab --help lists all"),
+        ("lab.xyz=1", "unknown setting 'lab.xyz'; headrace plan --help lists all"),
         ("lab.train_gpus=0", "lab.train_gpus=0 is not allowed; it takes int >= 1"),
         ("lab.kv_gb_s=inf", "lab.kv_gb_s=inf is not allowed; it takes finite float > 0"),
-        ("lab=1", "'lab' is a section; python -m headrace.launch.lab --help lists its settings"),
+        ("lab=1", "'lab' is a section; headrace plan --help lists its settings"),
     ],
 )
 def test_a_mistake_names_its_setting(word: str, message: str):

@@ -1,0 +1,144 @@
+"""The command `headrace`: its commands, its mistakes, and how little it imports."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.source_tree import MODULES
+
+import headrace
+from headrace.comm.errors import SettingError, StoreGone
+from headrace.launch.command import COMMANDS, main
+from headrace.launch.command_line import CommandParser, exit_code
+from headrace.launch.config.arguments import Arguments
+from headrace.launch.recipes.names import find_recipe, recipes, summary_of
+
+PATIENCE_S = 120.0
+LARGE = {"torch", "transformers", "tokenizers", "safetensors", "tensorboard", "matplotlib", "datasets", "numpy"}
+
+
+def call(*words: str, options: Sequence[str] = ()) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, *options, "-m", "headrace", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+def test_every_command_is_a_function_of_a_module_and_describes_itself(capsys):
+    for name, command in COMMANDS.items():
+        assert f"launch.{command.module.partition(':')[0]}" in MODULES
+        assert main([name, "--help"]) == 0
+        assert f"usage: headrace {'run' if name == 'quickstart' else name}" in capsys.readouterr().out
+
+
+def test_no_words_and_help_list_the_commands(capsys):
+    assert main([]) == main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text and command.summary in text for name, command in COMMANDS.items())
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"headrace {headrace.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rnu"], "no command 'rnu'; the nearest is run; --help lists them"),
+        (["train"], "no command 'train'; there are run, quickstart, "),
+        (["--vresion"], "unknown option --vresion, the nearest is --version; --help lists the options"),
+        (["run", "--dryrun"], "unknown option --dryrun, the nearest is --dry-run; --help lists the options"),
+        (["run", "quikstart"], "no recipe 'quikstart': the nearest is quickstart; `headrace run --list` says what each does"),
+        (["run", "--gpus=8", "--dry-run"], "--gpus=8 is not COUNTxGB, the GPUs of a host, such as --gpus=8x80"),
+        (["run", "--nnodes"], "argument --nnodes: expected one argument; --help lists the options"),
+        (["run", "quickstart", "--dry-run", "--nproc-per-node=3"], "= 4, but torchrun started 3 ranks"),
+        (["run", "quickstart", "--nproc-per-node=3"], "= 4, but torchrun started 3 ranks"),
+        (["status"], "required: RUN_FOLDER|HOST:PORT; --help lists the options"),
+        (["ctl", "runs/x", "pause"], "invalid choice: 'pause'"),
+        (["ctl", "runs/x", "drain"], "drain needs the name of a rollout; --help"),
+        (["ctl", "runs/x", "stop", "rollout-1"], "stop takes no rollout; --help"),
+        (["audit", "nowhere"], "nowhere is not the folder of a run"),
+        (["plan", "nowhere"], "no recipe 'nowhere': there are"),
+        (["plan", "nowhere.yaml", "--step", "3"], "unknown option --step, the nearest is --steps"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], message: str, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headrace.launch.recipes.parts.make_policy", lambda folder, *_: folder.mkdir())
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("headrace: error: ") and said.count("\n") == 1
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["status", "--help"], ["audit", "--help"]], ids="-".join
+)
+def test_a_page_of_help_imports_no_large_library(words: list[str]):
+    done = call(*words, options=["-X", "importtime"])
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "headrace" in loaded
+    assert not loaded & LARGE
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "headrace", "run", "--list"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_wrong_option_under_torchrun_is_one_line_of_the_first_rank():
+    """`refuse_start` also ends torchrun, before it prints a page of its own (test_agent.py)."""
+    for rank, line in (("0", "headrace: error: unknown option --dryrun, the nearest is --dry-run"), ("1", "")):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        command = [sys.executable, "-m", "headrace.launch.run", "quickstart", "--dryrun"]
+        done = subprocess.run(
+            command, env=os.environ | ranks, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.partition(";")[0].rstrip() == line and done.stderr.count("\n") == (rank == "0")
+
+
+def test_errors_become_exit_codes(capsys):
+    def fails(error: BaseException) -> int:
+        def command() -> int:
+            raise error
+
+        return exit_code(command)
+
+    assert exit_code(lambda: None) == 0 and exit_code(lambda: 3) == 3
+    assert fails(SettingError("run.dir: no")) == 2
+    assert fails(StoreGone("it is gone")) == 1
+    assert fails(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "headrace: error: run.dir: no\nheadrace: error: it is gone\n"
+    with pytest.raises(ValueError, match="a bug"):
+        fails(ValueError("a bug"))
+
+
+def test_an_option_is_not_abbreviated():
+    parser = CommandParser("x")
+    parser.add_argument("--steps")
+    with pytest.raises(SettingError, match="the nearest is --steps"):
+        parser.parse_args(["--step=3"])
+
+
+def test_words_may_stand_in_any_order_and_options_have_torchruns_two_forms():
+    first = Arguments.parse(["a.yaml", "run.seed=1", "--nnodes", "2", "--node_rank=1", "run.steps=3"])
+    assert first == Arguments.parse(["--node-rank", "1", "run.seed=1", "a.yaml", "--nnodes=2", "run.steps=3"])
+    assert (first.recipe, first.overrides) == ("a.yaml", ["run.seed=1", "run.steps=3"])
+    assert first.hosts == {"nnodes": "2", "node-rank": "1"}
+
+
+def test_a_recipe_has_a_name_and_says_what_it_does(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").write_text("run: {steps: 1}\n")
+    for name, path in recipes().items():
+        assert find_recipe(name) == str(path)
+        assert len(summary_of(path)) > 20 and path.read_text().startswith("# ")
+    assert find_recipe("./quickstart") == "./quickstart"
+    assert find_recipe("quickstart.yml") == "quickstart.yml"
+    (tmp_path / "mine").touch()
+    with pytest.raises(SettingError, match="write ./mine for the file here"):
+        find_recipe("mine")
