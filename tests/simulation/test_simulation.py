@@ -18,6 +18,7 @@ from simulation.threads import VirtualThreads
 
 from headrace.launch.lab.virtual.world import World
 from headrace.relay.hub.context import HubContext
+from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal import events as ev
 from headrace.rollout.leases import HeldLeases
 
@@ -127,12 +128,23 @@ def hold_what_another_rollout_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeldLeases, "take", greedy)
 
 
+def count_a_row_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end the hub overlooks a row, and so logs an error."""
+    num_ready = Shutdown._num_ready
+
+    def careless(shutdown: Shutdown, keys: set[str]) -> int:
+        return num_ready(shutdown, keys) - 1
+
+    monkeypatch.setattr(Shutdown, "_num_ready", careless)
+
+
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
         (lose_a_row, "does not have|counted in flight"),
         (change_the_state_without_an_event, "another state"),
         (hold_what_another_rollout_has, "two rollouts hold"),
+        (count_a_row_too_few, "errors in the log: .*counted in flight"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
