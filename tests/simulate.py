@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from simulation.histories import History, SeededChooser, history, problem, run, shrunk
 
-_PART = 20
-"""Histories of one task of a process."""
+_PART = 50
+"""Histories of one process: it takes as long to start as two of them."""
 
 
 class Part(NamedTuple):

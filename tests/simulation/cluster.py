@@ -7,7 +7,7 @@ dead process is noticed when its connection ends, when it is silent for too long
 
 import math
 import queue
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -113,8 +113,8 @@ class ClusterMailboxes(Mailboxes):
         self._cluster = cluster
         self._stored: dict[str, StoredInbox] = {}
         self._readers: dict[str, tuple[Inbox, VirtualProcess | None]] = {}
-        self._departures: dict[VirtualProcess, float] = {}
-        """When the last message of each process leaves it."""
+        self._outboxes: dict[VirtualProcess, deque[tuple[float, Post]]] = {}
+        """The messages that each process has not sent yet, and the moments when they leave it."""
         self._arrivals: dict[tuple[str, str], float] = {}
         """When the last message of a process to another one arrives."""
 
@@ -129,14 +129,17 @@ class ClusterMailboxes(Mailboxes):
         """A process has one connection, whatever its inboxes: its messages leave in their order."""
         world, name = self._cluster.world, process_of(message.sender)
         life = self._cluster.lives.get(name)
+        if life is None:
+            self._leave(message)
+            return
+        outbox = self._outboxes.setdefault(life, deque())
         more_s, until = self.slow.get(name, (0.0, -math.inf))
-        leaves_at = world.now + more_s if world.now < until else world.now
-        if life is not None:
-            self._departures[life] = leaves_at = max(leaves_at, self._departures.get(life, 0.0))
-        if leaves_at > world.now:
-            world.at(leaves_at, partial(self._leave, message, life))
+        leaves_at = max(world.now + more_s if world.now < until else world.now, outbox[-1][0] if outbox else 0.0)
+        if leaves_at > world.now or outbox:
+            outbox.append((leaves_at, message))
+            world.at(leaves_at, partial(self._send_next, life))
         else:
-            self._leave(message, life)
+            self._leave(message)
 
     def is_last(self, sender: str, kind: str) -> bool:
         """Whether a process is killed before it sends a message of this kind, which it is about to send."""
@@ -165,14 +168,16 @@ class ClusterMailboxes(Mailboxes):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _leave(self, message: Post, life: VirtualProcess | None) -> None:
-        """A message leaves its process, unless that was killed; a frozen one sends it later."""
+    def _send_next(self, life: VirtualProcess) -> None:
+        """The next message leaves its process, unless that was killed; a frozen one sends it later."""
+        world = self._cluster.world
+        if world.now < life.frozen_until and not life.was_killed:
+            world.at(life.frozen_until, partial(self._send_next, life))
+        elif not life.was_killed:
+            self._leave(self._outboxes[life].popleft()[1])
+
+    def _leave(self, message: Post) -> None:
         world, sender, to = self._cluster.world, process_of(message.sender), process_of(message.to)
-        if life is not None and life.was_killed:
-            return
-        if life is not None and world.now < life.frozen_until:
-            world.at(life.frozen_until, partial(self._leave, message, life))
-            return
         silent_until = self._cluster.silent_until
         arrival = max(world.now + MESSAGE_S, *(silent_until.get(end, 0.0) for end in (sender, to)))
         self._arrivals[sender, to] = arrival = max(arrival, self._arrivals.get((sender, to), 0.0))
