@@ -102,12 +102,12 @@ def _run(seeds: range, steps: int, num_faults: int) -> Part:
 
 
 def _reduced(drawn: History, what: str) -> tuple[str, History]:
-    """What a broken history said, and the history with as few faults as are needed; the drawn one if it holds the second time."""
+    """The error of a broken history, and the history with as few faults as are needed; the drawn one if it holds the second time."""
     if not problem(drawn):
         return f"{what} (the same history held the second time)", drawn
     least = shrunk(drawn)
-    said = problem(least)
-    return what if said == what else f"{what}\n    with fewer faults: {said}", least
+    again = problem(least) or "it held the second time"
+    return what if again == what else f"{what}\n    with fewer faults: {again}", least
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Post:
         self.at(moment, lambda: mailbox.send("hub", DropRows([text])))
 
     def read(self) -> list[str]:
-        """What has arrived at the hub after 10 s."""
+        """The messages that have arrived at the hub after 10 s."""
         self.world.run_to(10.0)
         texts: list[str] = []
         while (envelope := self.hub.receive(0.0)) is not None:
