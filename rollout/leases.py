@@ -115,8 +115,15 @@ class HeldLeases:
         # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
         self._request = LeaseRequest(incarnation << 32, -1, 0)
         self._answered = self._request.request_id
+        self._granted = -1
+        """The newest request whose first answer had leases."""
         self._is_asking = False
         self._asked_at = 0.0
+
+    @property
+    def mixes_versions(self) -> bool:
+        """Whether several versions may generate a trajectory for training."""
+        return self._pacing.rules.mixes_versions
 
     @property
     def pins_version(self) -> bool:
@@ -160,14 +167,17 @@ class HeldLeases:
 
         A grant for another version goes back to the hub, unless it answers the present request and the weights are newer:
         they have changed since. On older ones, taken to continue another's trajectories, its groups would be due earlier than the
-        hub has planned.
+        hub has planned. So do leases that come for a request after an answer without any.
         """
         if self.is_answered(grant):
-            return []  # a second answer to a repeated request
-        self._answered = grant.request_id
-        self._is_asking = self._is_asking and grant.request_id != self._request.request_id
+            # A second answer to a repeated request has no other leases than the first one. But a hub that died may have answered
+            # without leases, which no journal has, and its next process, which reads the request again, with some.
+            if grant.leases and grant.request_id != self._granted:
+                self._return(grant)
+            return []
+        self._note_answer(grant)
         may_be_newer = grant.request_id == self._request.request_id and grant.version <= version
-        if grant.version != version and not may_be_newer and not self._pacing.rules.mixes_versions:
+        if grant.version != version and not may_be_newer and not self.mixes_versions:
             self._return(grant)
             return []
         self._evaluates = grant.is_evaluation
@@ -181,8 +191,7 @@ class HeldLeases:
 
     def refuse(self, grant: LeaseGrant, *, is_gone: bool) -> None:
         """Return a whole grant, as the answer to its request; `is_gone`: no process has its version any more."""
-        self._answered = grant.request_id
-        self._is_asking = self._is_asking and grant.request_id != self._request.request_id
+        self._note_answer(grant)
         self._return(grant, is_gone=is_gone)
 
     def refuse_prompt(self, rows: Sequence[LeasedRow], reason: str) -> None:
@@ -202,7 +211,7 @@ class HeldLeases:
         for sample in lease.samples:
             row_id = lease.group.row(sample)
             held = self.held.get(row_id.number)
-            if held is not None and (held.version == version or self._pacing.rules.mixes_versions):
+            if held is not None and (held.version == version or self.mixes_versions):
                 # The hub took this rollout for dead and then leased it its own row: generation continues.
                 held.attempt = lease.attempt
                 held.claim_id = 0
@@ -210,6 +219,11 @@ class HeldLeases:
                 fresh.append(LeasedRow(row_id, lease.attempt, version, row))
         self.held |= {held.row_id.number: held for held in fresh}
         return fresh
+
+    def _note_answer(self, grant: LeaseGrant) -> None:
+        self._answered = grant.request_id
+        self._granted = grant.request_id if grant.leases else self._granted
+        self._is_asking = self._is_asking and grant.request_id != self._request.request_id
 
     def _return(self, grant: LeaseGrant, *, is_gone: bool = False) -> None:
         groups = [lease.group for lease in grant.leases]

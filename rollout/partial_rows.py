@@ -126,7 +126,12 @@ class PartialRows:
         return rows
 
     def begun(self, lease: Lease, fresh: Iterable[LeasedRow], params: SamplingParams) -> list[SequenceState]:
-        """The states of those leased rows that a dead rollout has begun. One that cannot be read starts at its prompt."""
+        """The states of those leased rows that a dead rollout has begun.
+
+        One that cannot be read starts at its prompt. So does one that another version began than the hub believes, unless versions
+        may mix: a writer that counted as dead may have replaced the bytes since.
+        """
+        may_mix = self._leases.mixes_versions and not lease.group.is_evaluation
         refs = {partial.sample: partial for partial in lease.partials}
         states: list[SequenceState] = []
         for held in fresh:
@@ -140,6 +145,8 @@ class PartialRows:
                 columns[name].tolist()
                 for name in ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "stream")
             )
+            if not may_mix and set(versions) - {held.version}:
+                continue
             held.keep(len(prompt_ids), versions)
             place = 0, False
             if "episode" in columns:

@@ -59,6 +59,18 @@ def test_a_second_answer_to_a_request_that_was_repeated_starts_nothing(desk: Des
     assert not desk.leases.take(grant(request), version=3) and not desk.heard()
 
 
+def test_leases_for_a_request_that_was_answered_without_any_go_back(desk: Desk):
+    """The hub died after its answer, and its next process, which read the request again, had work."""
+    request = desk.request(version=3)
+    desk.leases.take(LeaseGrant(request.request_id, request.version, []), version=3)
+    assert not desk.leases.take(grant(request), version=3) and not desk.leases.held
+    assert desk.heard() == [LeaseReturn([GROUP], [1])]
+    later = desk.request(version=3)
+    assert desk.leases.take(grant(later), version=3)
+    assert not desk.leases.take(grant(request), version=3)
+    assert desk.heard() == [LeaseReturn([GROUP], [1])], "they do not answer the last request with leases"
+
+
 def test_the_versions_of_a_response_are_those_that_drew_its_tokens():
     random = Random(0)
     for _ in range(200):

@@ -158,6 +158,25 @@ def test_a_begun_trajectory_whose_only_unit_is_lost_starts_again(stage: Stage, u
     assert set(num_kept(play).values()) == {0}
 
 
+def test_a_begun_trajectory_of_another_version_than_the_hub_knows_starts_again(stage: Stage, unbroken: Rows):
+    """A writer that counted as dead has replaced the first tokens of one trajectory by those of a later version."""
+    play = stage()
+    dead, other, _ = play.rollouts
+    play.lease(dead)
+    kill_midway(play, dead)
+    storage = other.fleet.open_rows(play.unit.address)
+    (replaced, *_) = sorted(key for key in play.unit.listing() if is_partial(key))
+    columns = storage.get(replaced)
+    storage.put_many({replaced: columns | {"versions": np.full_like(columns["versions"], 1)}})
+    storage.close()
+    play.lease(other)
+    assert_same(rows_of(play), unbroken)
+    kept = num_kept(play)
+    assert [row.partial_key(1) for row, num in kept.items() if not num] == [replaced]
+    ready = [event for _, event in read_events(play.path) if isinstance(event, ev.RowReady)]
+    assert {event.num_versions for event in ready} == {1}
+
+
 def test_streamed_tokens_leave_the_units_when_their_trajectories_end(stage: Stage):
     play = stage()
     dead, other, _ = play.rollouts

@@ -184,7 +184,7 @@ class Errors(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.lines: list[str] = []
-        self._logger = logging.getLogger(__name__.partition(".")[0])
+        self._logger = logging.getLogger("headrace")
 
     def __enter__(self) -> None:
         self._logger.addHandler(self)

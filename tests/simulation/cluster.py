@@ -1,12 +1,13 @@
 """The shared parts of a simulated run: membership, messages under way, storage units, and versions of the weights.
 
-Messages of a dead process still arrive, and messages that the hub did not handle come to its next process again. A dead process is
-noticed when its connection ends, when it is silent for too long, or when its next life joins.
+The messages of a process leave it in their order, and arrive in it. Those that have left arrive even if the process is dead by then;
+those that a slow process has not sent yet are lost with it. Messages that the hub did not handle come to its next process again. A
+dead process is noticed when its connection ends, when it is silent for too long, or when its next life joins.
 """
 
 import math
 import queue
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -106,13 +107,16 @@ class ClusterMailboxes(Mailboxes):
         """Messages of this kind, or of any, that a process still sends before it is killed."""
         self.on_last: Callable[[str], None] = lambda process: None
         self.slow: dict[str, tuple[float, float]] = {}
-        """Processes whose messages take so much longer, until a moment."""
+        """Processes that send their messages so much later, until a moment."""
         self.twice_until: dict[str, float] = {}
         """Processes whose messages arrive twice."""
         self._cluster = cluster
         self._stored: dict[str, StoredInbox] = {}
         self._readers: dict[str, tuple[Inbox, VirtualProcess | None]] = {}
+        self._outboxes: dict[VirtualProcess, deque[tuple[float, Post]]] = {}
+        """The messages that each process has not sent yet, and the moments when they leave it."""
         self._arrivals: dict[tuple[str, str], float] = {}
+        """When the last message of a process to another one arrives."""
 
     def open(self, name: str) -> Mailbox:
         inbox: Inbox = queue.SimpleQueue()
@@ -122,17 +126,20 @@ class ClusterMailboxes(Mailboxes):
         return ClusterMailbox(name, self._stored[name].num_opened, inbox, self, self._cluster.world)
 
     def put(self, message: Post) -> None:
-        """Messages of one sender to one inbox arrive in their order."""
-        world, pair = self._cluster.world, (message.sender, message.to)
-        arrival = world.now + MESSAGE_S
-        more_s, until = self.slow.get(process_of(message.sender), (0.0, -math.inf))
-        if world.now < until:
-            arrival += more_s
-        for end in (process_of(message.sender), process_of(message.to)):
-            arrival = max(arrival, self._cluster.silent_until.get(end, 0.0))
-        self._arrivals[pair] = arrival = max(arrival, self._arrivals.get(pair, 0.0))
-        for _ in range(2 if world.now < self.twice_until.get(process_of(message.sender), -math.inf) else 1):
-            world.at(arrival, partial(self._deliver, message))
+        """A process has one connection, whatever its inboxes: its messages leave in their order."""
+        world, name = self._cluster.world, process_of(message.sender)
+        life = self._cluster.lives.get(name)
+        if life is None:
+            self._leave(message)
+            return
+        outbox = self._outboxes.setdefault(life, deque())
+        more_s, until = self.slow.get(name, (0.0, -math.inf))
+        leaves_at = max(world.now + more_s if world.now < until else world.now, outbox[-1][0] if outbox else 0.0)
+        if leaves_at > world.now or outbox:
+            outbox.append((leaves_at, message))
+            world.at(leaves_at, partial(self._send_next, life))
+        else:
+            self._leave(message)
 
     def is_last(self, sender: str, kind: str) -> bool:
         """Whether a process is killed before it sends a message of this kind, which it is about to send."""
@@ -160,6 +167,22 @@ class ClusterMailboxes(Mailboxes):
 
     def close(self) -> None:
         """Nothing to end."""
+
+    def _send_next(self, life: VirtualProcess) -> None:
+        """The next message leaves its process, unless that was killed; a frozen one sends it later."""
+        world = self._cluster.world
+        if world.now < life.frozen_until and not life.was_killed:
+            world.at(life.frozen_until, partial(self._send_next, life))
+        elif not life.was_killed:
+            self._leave(self._outboxes[life].popleft()[1])
+
+    def _leave(self, message: Post) -> None:
+        world, sender, to = self._cluster.world, process_of(message.sender), process_of(message.to)
+        silent_until = self._cluster.silent_until
+        arrival = max(world.now + MESSAGE_S, *(silent_until.get(end, 0.0) for end in (sender, to)))
+        self._arrivals[sender, to] = arrival = max(arrival, self._arrivals.get((sender, to), 0.0))
+        for _ in range(2 if world.now < self.twice_until.get(sender, -math.inf) else 1):
+            world.at(arrival, partial(self._deliver, message))
 
     def _deliver(self, message: Post) -> None:
         delivery = self._stored_inbox(message.to).add(message.sender, message.sequence, message.body)
@@ -333,6 +356,11 @@ class Weights:
             self._cluster.world.at(self._cluster.world.now + PUSH_S, partial(self._arrive, trainer, relay))
 
     def _arrive(self, trainer: VirtualProcess, relay: VirtualProcess) -> None:
+        """A relay gets the trainer's newest version; a frozen one does once it goes on."""
+        world = self._cluster.world
+        if world.now < relay.frozen_until and not relay.is_dead:
+            world.at(relay.frozen_until, partial(self._arrive, trainer, relay))
+            return
         (version, digest), held = self._published[trainer], self._held[relay]
         if trainer.is_dead or relay.is_dead or version <= max(held, default=-1):
             return

@@ -25,11 +25,13 @@ class VirtualProcess:
         self.incarnation = incarnation
         self.threads: list[VirtualThread] = []
         self.is_dead = False
+        self.was_killed = False
+        """Whether it ended without sending what it had still to send."""
         self.frozen_until = -math.inf
 
     def kill(self) -> None:
         """End it at once. Called by a thread of its own, this raises `Killed` at the thread's next wait."""
-        self.is_dead = True
+        self.is_dead = self.was_killed = True
         for thread in [thread for thread in self.threads if thread.is_alive() and not thread.is_current]:
             thread.resume()
 

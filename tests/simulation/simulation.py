@@ -7,7 +7,6 @@ those of a real run. Counterparts carry messages, rows and weights (`cluster.py`
 its recipe and its plan alone.
 """
 
-import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -325,12 +324,15 @@ class FaultyRun:
         self._close_files("")
 
     def _close_files(self, name: str) -> None:
-        """Close this process's files of the run folder, or the one of this name, as the kernel does for a process that died."""
-        if not name:
-            gc.collect()  # what closes its own files does it now
+        """Close this process's files of the run folder, or the one of this name, as the kernel does for a process that died.
+
+        Each descriptor stays open, on nothing: its owner closes it later, when the number may not have another owner yet.
+        """
+        kept = (str(self.folder / "console.log"), *self.recipe.data.paths, *self.recipe.eval.paths)
+        nothing = os.open(os.devnull, os.O_RDWR)
         for entry in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 path = os.readlink(f"/proc/self/fd/{entry}")
-                is_kept = path in (str(self.folder / "console.log"), *self.recipe.data.paths, *self.recipe.eval.paths)
-                if path.startswith(f"{self.folder}/") and path.endswith(name) and not is_kept:
-                    os.close(int(entry))
+                if path.startswith(f"{self.folder}/") and path.endswith(name) and path not in kept:
+                    os.dup2(nothing, int(entry), inheritable=False)
+        os.close(nothing)

@@ -1,23 +1,29 @@
 """Whole runs in virtual time under faults: every promise holds after each event, and each run repeats itself bit for bit."""
 
+import fcntl
 import gc
 import hashlib
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
+import simulate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulation.cluster import Unit
 from simulation.faults import PlannedFault
-from simulation.histories import HISTORIES, History, SeededChooser, history, run
+from simulation.histories import BASE, HISTORIES, History, SeededChooser, history, run
 from simulation.processes import Killed, VirtualProcess, VirtualThread
 from simulation.simulation import FaultyRun
 from simulation.threads import VirtualThreads
 
+from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.virtual.world import World
 from headrace.relay.hub.context import HubContext
+from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal import events as ev
 from headrace.rollout.leases import HeldLeases
 
@@ -127,12 +133,23 @@ def hold_what_another_rollout_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeldLeases, "take", greedy)
 
 
+def count_a_row_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end the hub overlooks a row, and so logs an error."""
+    num_ready = Shutdown._num_ready
+
+    def careless(shutdown: Shutdown, keys: set[str]) -> int:
+        return num_ready(shutdown, keys) - 1
+
+    monkeypatch.setattr(Shutdown, "_num_ready", careless)
+
+
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
         (lose_a_row, "does not have|counted in flight"),
         (change_the_state_without_an_event, "another state"),
         (hold_what_another_rollout_has, "two rollouts hold"),
+        (count_a_row_too_few, "errors in the log: .*counted in flight"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -148,6 +165,25 @@ def test_a_run_that_stands_still_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(HeldLeases, "ask", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="no step is trained for"):
         run(History({"run.steps": 5}, []))
+
+
+def test_a_broken_history_that_holds_the_second_time_is_printed_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    drawn = history(SeededChooser(0), steps=5, num_faults=3)
+    monkeypatch.setattr(simulate, "problem", lambda _: "")
+    what, least = simulate._reduced(drawn, "AssertionError: a rare one")
+    assert what.startswith("AssertionError: a rare one") and "held the second time" in what and least is drawn
+
+
+def test_the_files_of_a_dead_process_are_closed_and_their_owners_may_close_them_again(tmp_path: Path):
+    settings = BASE | {"run.dir": tmp_path, "data.path": tmp_path / "prompts.jsonl"}
+    simulation = FaultyRun(tmp_path, read_recipe(None, [f"{key}={value}" for key, value in settings.items()]))
+    lock = (tmp_path / "journal.jsonl").open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    simulation._close_files("journal.jsonl")
+    with (tmp_path / "journal.jsonl").open("a") as next_lock:
+        fcntl.flock(next_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.close()
+        os.fstat(next_lock.fileno())
 
 
 # ------------------------------------------------------------------------------------------------- threads, one at a time
