@@ -13,7 +13,7 @@ from .values import describe, show_value
 _USAGE = """\
 Trains a language model by asynchronous reinforcement learning.
 
-usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--settings]]
+usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--settings] | --trace]
        torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
        python -m headrace.launch.run join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
@@ -22,6 +22,8 @@ usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--s
   --gpus=COUNTxGB
               with --dry-run, the GPUs of each host to plan for, such as 8x80; refused if they are too small.
               Data, functions and weights, which may be elsewhere, are not checked then
+  --trace     keep the states of all processes, as `trace/` and `trace.json`, when the run has finished: for
+              https://ui.perfetto.dev, and for `python -m headrace.launch.lab plan --from RUN`
   --nnodes, --node-rank, --nproc-per-node, --master-addr, --master-port
               on each of several hosts, as in torchrun
   --help      print this page
