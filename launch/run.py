@@ -31,7 +31,7 @@ from .processes.rank import prepare, run_rank, tell_finished
 from .report.summary import print_summary, read_summary
 from .resume import finished_after
 
-_FLAGS = ("--dry-run", "--settings")
+_FLAGS = ("--dry-run", "--settings", "--trace")
 _HOST_OPTIONS = ("nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port")
 
 
@@ -46,6 +46,8 @@ class Arguments:
     hosts: Hosts
     join: str = ""
     """The folder or address of the run that this host joins."""
+    with_trace: bool = False
+    """The run keeps its traces when it has finished."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Arguments":
@@ -65,13 +67,13 @@ class Arguments:
             elif word.startswith("-"):
                 known = ", ".join(f"--{option}" for option in _HOST_OPTIONS)
                 raise SettingError(
-                    f"unknown option {word}; the options are --dry-run, --settings, --gpus=, --help, {known}"
+                    f"unknown option {word}; the options are --dry-run, --settings, --trace, --gpus=, --help, {known}"
                 )
             elif name == "join":
                 join = value
             else:
                 others.append(word)
-        if flags == {"--settings"}:
+        if "--settings" in flags and "--dry-run" not in flags:
             raise SettingError("--settings: only with --dry-run; of a run, config.yaml has all settings")
         recipe = others[0] if others and "=" not in others[0] else None
         return cls(
@@ -81,6 +83,7 @@ class Arguments:
             "--settings" in flags,
             Hosts.of(options),
             join,
+            "--trace" in flags,
         )
 
 
@@ -118,7 +121,7 @@ def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int
         raise SettingError("--gpus: only with --dry-run; a run uses the GPUs in CUDA_VISIBLE_DEVICES")
     dry_run = DryRun((), gpus, unmade, arguments.with_settings) if arguments.is_dry_run else None
     if is_rank:
-        return run_rank(arguments.recipe, arguments.overrides, dry_run)
+        return run_rank(arguments.recipe, arguments.overrides, dry_run, with_trace=arguments.with_trace)
     if arguments.join:
         if arguments.is_dry_run or arguments.hosts != Hosts():
             raise SettingError("join: the other options are not for a host that joins a run; leave them out")
@@ -179,17 +182,18 @@ def _launch(recipe: Recipe, arguments: Arguments) -> int:
         with prepare(with_relays(recipe, 1)):
             torchrun = Torchrun(recipe, hosts)
             code = torchrun.run()
-    return _end_of_run(Path(recipe.run.dir), torchrun, code, is_first=hosts.node_rank == 0)
+    return _end_of_run(Path(recipe.run.dir), torchrun, code, arguments)
 
 
-def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool) -> int:
+def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, arguments: Arguments) -> int:
     """The exit code of the run on this host, whose torchrun ended with `code`; the first host prints how it ended."""
     if code == -REFUSED:
         return 2
     if torchrun.lost_folder:
         print_message(f"error: {torchrun.lost_folder}")
         return 2
-    summary = print_summary(run_dir) if is_first else read_summary(run_dir)
+    is_first = arguments.hosts.node_rank == 0
+    summary = print_summary(run_dir, with_trace=arguments.with_trace) if is_first else read_summary(run_dir)
     if torchrun.received:
         return 128 + torchrun.received
     if summary is None:
