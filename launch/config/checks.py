@@ -25,10 +25,12 @@ from ...comm.recipe import (
     TrainerSettings,
 )
 from ...comm.recipe.generation import LEAST_TEMPERATURE
+from ...comm.recipe.run import is_address
 from ...relay.hub.model_check import JOINED
 from ...relay.journal.journal import Journal
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
+from ...rollout.rewards.addresses import open_address
 from ...rollout.rewards.ready import NEEDS, READY
 from ...trainer.memory import PAGE_TOKENS, PolicySizes
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
@@ -305,8 +307,10 @@ def check_rewards(settings: RewardSettings) -> None:
             f"reward.weights: {len(settings.weights)} weights for {len(functions)} functions of reward.path"
         )
     for path in functions.values() or [""]:
-        if path not in READY:
-            check_function("reward.path", path, f"FILE.py:FUNCTION, or one of {', '.join(READY)}")
+        if is_address(path):
+            open_address(path, settings.timeout_s)
+        elif path not in READY:
+            check_function("reward.path", path, f"FILE.py:FUNCTION, an address, or one of {', '.join(READY)}")
         elif (package := NEEDS.get(path)) is not None and find_spec(package) is None:
             raise SettingError(
                 f"reward.path: {path} needs the package {package}: pip install {package.replace('_', '-')}"

@@ -2,7 +2,7 @@
 
 A checkpoint has its policy in Hugging Face form, with the tokenizer, and of a run with an adapter as merged weights. The path is
 resolved once, when the recipe is read: `config.yaml` names the folder of that policy, and later checkpoints of the other run change
-nothing.
+nothing. Every process reads a recipe, so what only the path of a run needs is imported there.
 """
 
 import re
@@ -14,7 +14,6 @@ from msgspec import structs
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from ...relay.checkpoints import CheckpointFolder
 
 _CHECKPOINTS = "checkpoints"
 _POLICY = "hf"
@@ -131,6 +130,8 @@ def _steps(run: Path) -> list[int]:
 
     At its end a run may have written the policy alone.
     """
+    from ...relay.checkpoints import CheckpointFolder
+
     folder = CheckpointFolder(run)
     exports = map(RunCheckpoint.of, map(str, folder.root.glob(f"step_*/{_POLICY}")))
     steps = {each.step for each in exports if each is not None and (each.policy / "config.json").exists()}
@@ -138,7 +139,7 @@ def _steps(run: Path) -> list[int]:
 
 
 def _is_under_way(run: Path) -> bool:
-    from ...relay.journal.journal import Journal  # only a start needs it, and every process reads a recipe
+    from ...relay.journal.journal import Journal
 
     journal = run / "journal.jsonl"
     return journal.exists() and Journal.is_in_use(journal)
