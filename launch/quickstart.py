@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         return run.main(words)
     try:
-        arguments = run.Arguments.parse(Gpus.taken_from(words)[1])
+        arguments = run.Arguments.parse(run.take_trial(Gpus.taken_from(words)[1])[1])
         recipe = read_recipe(arguments.recipe, arguments.overrides)
         if path == SMOLLM2:
             return _run_smollm2(words, recipe, is_dry_run=arguments.is_dry_run)

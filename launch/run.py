@@ -2,11 +2,12 @@
 how the run ended. Under torchrun it is the supervisor of one rank.
 
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--settings] | --help]
+    python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] --try[=N] [--response TEXT]
     python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] --nnodes 2 --node-rank 0 --master-addr ADDRESS
     python -m headrace.launch.run [RECIPE.yaml] join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
-The second form runs on each host of a run on several; --nproc-per-node and --master-port are as in torchrun, but that
---nproc-per-node 4,4,1 gives each host a number of its own. The third adds the rollouts and relays of a host to a running job.
+The second form tries prompts, rewards and tools. The third runs on each host of a run on several; --nproc-per-node and
+--master-port are as in torchrun, but that --nproc-per-node 4,4,1 gives each host a number of its own. The fourth adds the rollouts and relays of a host to a running job.
 """
 
 import os
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..comm.disk import REMEDY, describe_unwritable, is_unwritable
 from ..comm.environment import sleeping_threads
@@ -30,6 +32,9 @@ from .processes.joining import join_run
 from .processes.rank import prepare, run_rank, tell_finished
 from .report.summary import print_summary, read_summary
 from .resume import finished_after
+
+if TYPE_CHECKING:
+    from .config.trial import Trial
 
 _FLAGS = ("--dry-run", "--settings", "--trace")
 _HOST_OPTIONS = ("nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port")
@@ -67,7 +72,7 @@ class Arguments:
             elif word.startswith("-"):
                 known = ", ".join(f"--{option}" for option in _HOST_OPTIONS)
                 raise SettingError(
-                    f"unknown option {word}; the options are --dry-run, --settings, --trace, --gpus=, --help, {known}"
+                    f"unknown option {word}; the options are --dry-run, --settings, --try, --response, --trace, --gpus=, --help, {known}"
                 )
             elif name == "join":
                 join = value
@@ -116,9 +121,14 @@ def main(words: Sequence[str], unmade: Collection[str] = ()) -> int:
 def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int:
     """Do what the words ask for: a rank's part, a join, a dry run, a replay or a run. Raises `SettingError` for a user's mistake."""
     gpus, words = Gpus.taken_from(words)
+    trial, words = take_trial(words)
     arguments = Arguments.parse(words)
     if gpus is not None and not arguments.is_dry_run:
         raise SettingError("--gpus: only with --dry-run; a run uses the GPUs in CUDA_VISIBLE_DEVICES")
+    if trial is not None:
+        if is_rank or arguments.join or arguments.is_dry_run or arguments.hosts != Hosts():
+            raise SettingError("--try: it starts no run; leave out torchrun and the options of a run")
+        return trial.run(_read_here(arguments))
     dry_run = DryRun((), gpus, unmade, arguments.with_settings) if arguments.is_dry_run else None
     if is_rank:
         return run_rank(arguments.recipe, arguments.overrides, dry_run, with_trace=arguments.with_trace)
@@ -139,6 +149,15 @@ def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int
 
             return 1 if replay_steps(recipe) else 0
     return _launch(recipe, arguments)
+
+
+def take_trial(words: Sequence[str]) -> "tuple[Trial | None, Sequence[str]]":
+    """The trial that the words ask for, and the other words. Raises `SettingError`."""
+    if not any(word.startswith(("--try", "--response")) for word in words):
+        return None, words
+    from .config.trial import Trial  # it loads what no process of a run needs
+
+    return Trial.taken_from(words)
 
 
 def _help(*, is_rank: bool, is_asked: bool) -> int:

@@ -56,7 +56,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     if recipe.is_emulated:
         check_data(recipe.data)
         return warnings
-    _check_functions(recipe)
+    check_functions(recipe)
     data = CheckedData([], []) if "data.path" in unmade else check_data(recipe.data)
     check_tools(recipe.environment)
     if recipe.reward.path and ":" not in recipe.rollout.engine:  # an own loop may call rewards in another way
@@ -233,7 +233,7 @@ def check_run_folder(settings: RunSettings) -> None:
         )
 
 
-def _check_functions(recipe: Recipe) -> None:
+def check_functions(recipe: Recipe) -> None:
     """The functions that the recipe names exist, and the tasks' columns fit together."""
     _check_reward(recipe.reward, recipe.environment)
     pipeline(recipe.queue, recipe.algorithm)

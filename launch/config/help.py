@@ -14,6 +14,7 @@ _USAGE = """\
 Trains a language model by asynchronous reinforcement learning.
 
 usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--settings] | --trace]
+       python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] --try[=N] [--response TEXT]
        torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
        python -m headrace.launch.run join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
@@ -22,6 +23,8 @@ usage: python -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...] [--dry-run [--s
   --gpus=COUNTxGB
               with --dry-run, the GPUs of each host to plan for, such as 8x80; refused if they are too small.
               Data, functions and weights, which may be elsewhere, are not checked then
+  --try[=N]   print the first prompt (or N) as the model will see it, call the rewards and tools once, then stop;
+              --response TEXT is what is scored instead of the row's own answer
   --trace     keep the states of all processes, as `trace/` and `trace.json`, when the run has finished: for
               https://ui.perfetto.dev, and for `python -m headrace.launch.lab plan --from RUN`
   --nnodes, --node-rank, --nproc-per-node, --master-addr, --master-port

@@ -29,6 +29,8 @@ class ScoreRequest:
     failure: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     """`metrics`: numbers to average over a step, each function's reward among them; `extra`: other notes on the sample."""
+    frames: list[str] = field(default_factory=list)
+    """The lines of the user's code on the way to the error that is the failure."""
 
 
 Unit = list[ScoreRequest]
@@ -44,6 +46,7 @@ class _Answer(msgspec.Struct):
     rewards: list[float | None] = []
     info: list[_Info] = []
     error: str = ""
+    frames: list[str] = []
     is_misuse: bool = False
     """Why the function's result is a mistake of the settings; empty if it is not."""
 
@@ -84,6 +87,7 @@ class RewardCall(UserCall):
         for item, reward, info in zip(items, found.rewards, found.info, strict=True):
             is_usable = reward is not None and abs(reward) <= LARGEST  # not so for NaN
             item.reward = reward if is_usable else None
+            item.frames = found.frames
             item.info = msgspec.to_builtins(info)
             item.failure = found.error or ("" if is_usable else _unusable(reward, info))
         self.misuse = found.error if found.is_misuse else ""

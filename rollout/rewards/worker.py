@@ -13,7 +13,7 @@ from typing import Any
 
 from ...comm.plugins import load_object
 from ...comm.recipe.run import is_address
-from ..user_code.channel import Channel, add_folders, explain
+from ..user_code.channel import Channel, add_folders, explain, frames_of
 from .function import RewardFunction, Scores, WrongLength, combined
 
 _READY = "headrace.rollout.rewards.ready"
@@ -77,7 +77,7 @@ class RewardSum:
 def _failed(error: BaseException) -> dict[str, Any]:
     if isinstance(error, WrongLength):
         return {"error": str(error), "is_misuse": True}
-    return {"error": explain(error)}
+    return {"error": explain(error), "frames": frames_of(error)}
 
 
 def load_functions(functions: Mapping[str, str], max_steps: int, timeout_s: float) -> list[RewardFunction]:
