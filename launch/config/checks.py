@@ -44,6 +44,8 @@ from .model_files import ModelFiles, model_digests, read_config
 from .run_folder import under_way
 from .signature_checks import check_reward_arguments, check_tools
 
+_ADDRESS = "an address (http://HOST/PATH or judge+http://HOST/v1#model=NAME)"
+
 
 def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     """Check settings, files, data and functions of a recipe; returns warnings. Leaves no file.
@@ -310,7 +312,7 @@ def check_rewards(settings: RewardSettings) -> None:
         if is_address(path):
             open_address(path, settings.timeout_s)
         elif path not in READY:
-            check_function("reward.path", path, f"FILE.py:FUNCTION, an address, or one of {', '.join(READY)}")
+            check_function("reward.path", path, f"FILE.py:FUNCTION, {_ADDRESS}, or one of {', '.join(READY)}")
         elif (package := NEEDS.get(path)) is not None and find_spec(package) is None:
             raise SettingError(
                 f"reward.path: {path} needs the package {package}: pip install {package.replace('_', '-')}"

@@ -26,6 +26,7 @@ from ...rollout.environments.tools import tool_schemas
 from ...rollout.rewards.calls import ScoreRequest
 from ...rollout.rewards.function import ground_truth_of, has_ground_truth
 from ...rollout.rewards.pool import RewardPool
+from ...rollout.user_code.channel import explain
 from ...rollout.user_code.host import STARTUP_S, C
 from ...rollout.user_code.pool import UserCodePool
 from .checks import check_functions
@@ -92,7 +93,7 @@ class Trial:
         """Try the recipe and print what was found; returns the exit code, 2 after a mistake. Raises `SettingError`."""
         if recipe.is_emulated:
             raise SettingError(f"{OPTION}: rollout.engine=emulated has neither texts nor rewards")
-        logging.getLogger("headrace").addHandler(logging.NullHandler())  # what the hosts log is told here
+        logging.getLogger("headrace").addHandler(logging.NullHandler())  # the output has the same messages
         check_functions(recipe)
         check_tools(recipe.environment)
         rows = list(_rows(recipe, self.num_rows))
@@ -100,7 +101,7 @@ class Trial:
             for warning in check_reward_arguments(recipe.reward, [row.columns for row in rows], "data.path"):
                 _say(f"warning: {warning}")
         tokenizer = _tokenizer(recipe)
-        schemas = tool_schemas(recipe.environment) or []
+        schemas = _schemas(recipe.environment)
         pool = RewardPool(recipe.reward, recipe.run.steps).start() if recipe.reward.path else None
         try:
             for row in rows:
@@ -225,6 +226,17 @@ def _rows(recipe: Recipe, num: int) -> Iterator[_Row]:
         rows = open_rows(structs.replace(data, path=path))
         for index, _ in enumerate(checked_prompts(rows, path, data.prompt_column, num)):
             yield _Row(f"{path}:{index + 1}", msgspec.json.decode(rows[index]))
+
+
+def _schemas(settings: EnvironmentSettings) -> list[dict[str, Any]]:
+    """The schemas of the tools. Raises `SettingError`, also for an error of the user's file."""
+    try:
+        return tool_schemas(settings) or []
+    except SettingError:
+        raise
+    except Exception as error:
+        setting = "environment.tools" if settings.tools else "environment.path"
+        raise SettingError(f"{setting} cannot be loaded: {explain(error)}") from error
 
 
 def _tokenizer(recipe: Recipe) -> Any:

@@ -1,6 +1,6 @@
-"""What a run that has finished leaves in its folder: results, and what continues or checks it; no traces of its processes, no empty logs.
+"""Tidies the folder of a finished run: the results stay, and the files that continue or check it; traces and empty logs go.
 
-A run that failed or was interrupted keeps everything, for whoever looks for the reason.
+The folder of a run that failed or was interrupted stays as it is, since its files may show the reason.
 """
 
 import shutil

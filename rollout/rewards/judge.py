@@ -63,7 +63,7 @@ class Judge:
         return list(await asyncio.gather(*map(self._graded, questions)))
 
     def question(self, row: Mapping[str, Any], prompt: Any, completion: Any) -> str:
-        """What the judge is asked about a sample. Raises `ValueError` if the template has a place for nothing."""
+        """The question to the judge about a sample. Raises `ValueError` if the template has a place for nothing."""
         # Of a chat the policy's last message counts, as for `solution_str`.
         response = completion if isinstance(completion, str) else completion[-1:]
         values = {**row, "prompt": _as_text(prompt), "response": _as_text(response)}
@@ -84,7 +84,7 @@ class Judge:
         try:
             text = answer["choices"][0]["message"]["content"] or ""
         except (LookupError, TypeError):
-            raise EndpointError("the judge's answer has not the form of a chat completion") from None
+            raise EndpointError("the judge's answer is not a chat completion") from None
         score = read_score(text)
         reason = NO_NUMBER if score is None else ""
         if score is not None and not self._template and not 0 <= score <= 1:

@@ -45,9 +45,7 @@ def test_a_run_that_was_asked_for_its_trace_keeps_it_with_a_timeline(tmp_path: P
 
 
 @pytest.mark.parametrize("end", [{"status": "failed", "exit_code": 1}, {"status": "interrupted", "exit_code": 0}])
-def test_a_run_that_did_not_finish_keeps_everything_for_whoever_looks_for_the_reason(
-    end: dict[str, Any], tmp_path: Path
-):
+def test_a_run_that_did_not_finish_keeps_all_files_which_may_show_the_reason(end: dict[str, Any], tmp_path: Path):
     print_summary(run_folder(tmp_path, end))
     assert names(tmp_path) == KEPT | {"trace", "trace.json", "journal.jsonl.discarded-1"}
     assert names(tmp_path / "logs") == {"hub.log", "store.log"}
