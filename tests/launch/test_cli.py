@@ -253,7 +253,7 @@ def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: P
         (["--nnodes", "two", "--master-addr", "h"], "--nnodes=two is not a number"),
         (["--nnodes", "2", "--master-addr", "h", "roles.rollout=2"], "5 ranks, which 2 hosts (--nnodes) cannot share equally"),
         (["--nnodes", "2", "--master-addr", "h", "--nproc-per-node", "3"], "= 4, but torchrun started 6 ranks"),
-        (["--hosts", "2"], "unknown option --hosts; the options are --dry-run, --settings, --gpus=, --help, --nnodes"),
+        (["--hosts", "2"], "unknown option --hosts; the options are --dry-run, --settings, --try, --response, --trace, --gpus=, --help, --nnodes"),
         (["--gpus=8x80"], "--gpus: only with --dry-run"),
         (["join=x", "--dry-run"], "join: the other options are not for a host that joins"),
         (["join=x", "--nnodes=2", "--master-addr=h"], "join: the other options are not for a host that joins"),
