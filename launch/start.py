@@ -24,6 +24,8 @@ from .recipes.names import find_recipe, recipes, summary_of
 from .report.summary import print_summary, read_summary
 from .resume import finished_after
 
+_NO_RUN = "--try: it starts no run; leave out torchrun and the options of a run"
+
 
 def list_recipes() -> int:
     """Print the names of the recipes that come with the project, each with what it does; returns the exit code."""
@@ -35,7 +37,9 @@ def list_recipes() -> int:
 def start_rank(arguments: Arguments) -> int:
     """The part of one rank of torchrun's; returns its exit code. Raises `SettingError`."""
     file = None if arguments.recipe is None else find_recipe(arguments.recipe)
-    return run_rank(file, arguments.overrides, _dry_run(arguments))
+    if arguments.num_tried is not None:
+        raise SettingError(_NO_RUN)
+    return run_rank(file, arguments.overrides, _dry_run(arguments), with_trace=arguments.with_trace)
 
 
 def start(arguments: Arguments) -> int:
@@ -46,6 +50,8 @@ def start(arguments: Arguments) -> int:
         if arguments.is_dry_run or arguments.hosts:
             raise SettingError("join: the other options are not for a host that joins a run; leave them out")
         return join_run(arguments.join, file, list(arguments.overrides))
+    if arguments.num_tried is not None:
+        return _try(arguments, file)
     dry_run = _dry_run(arguments)
     recipe = _read_here(file, arguments.overrides, hosts)
     if (step := finished_after(recipe.run)) is not None and dry_run is None:
@@ -66,10 +72,22 @@ def start(arguments: Arguments) -> int:
             from ..trainer.replay_run import replay_steps
 
             return 1 if replay_steps(recipe) else 0
-    code = _launch(recipe, hosts, file, overrides)
+    code = _launch(recipe, hosts, file, overrides, with_trace=arguments.with_trace)
     if code == 0:
         parts.show_result(file, recipe)
     return code
+
+
+def _try(arguments: Arguments, file: str | None) -> int:
+    """Try prompts, rewards and tools of the recipe; returns the exit code."""
+    if arguments.is_dry_run or arguments.hosts:
+        raise SettingError(_NO_RUN)
+    from .config.trial import Trial  # it loads what no process of a run needs
+
+    trial = Trial.of(arguments.num_tried or "", arguments.response)
+    recipe = read_recipe(file, arguments.overrides)
+    made = parts.add(file, recipe, arguments.overrides, is_dry_run=False)
+    return trial.run(read_recipe(file, [*arguments.overrides, *made.settings]))
 
 
 def _say_what_starts(file: str | None, recipe: Recipe) -> None:
@@ -99,7 +117,7 @@ def _read_here(file: str | None, overrides: Sequence[str], hosts: Hosts) -> Reci
     return read_recipe(None, overrides)
 
 
-def _launch(recipe: Recipe, hosts: Hosts, file: str | None, overrides: Sequence[str]) -> int:
+def _launch(recipe: Recipe, hosts: Hosts, file: str | None, overrides: Sequence[str], *, with_trace: bool) -> int:
     """Start torchrun for this host. With several hosts the first rank prepares the run, since its host may be another."""
     if file is None or Path(file).exists():
         place_ranks(recipe.roles, hosts.ranks(recipe.roles), recipe.rollout.tp)
@@ -110,17 +128,17 @@ def _launch(recipe: Recipe, hosts: Hosts, file: str | None, overrides: Sequence[
         with prepare(with_relays(recipe, 1)):
             torchrun = Torchrun(recipe, hosts)
             code = torchrun.run()
-    return _end_of_run(Path(recipe.run.dir), torchrun, code, is_first=hosts.node_rank == 0)
+    return _end_of_run(Path(recipe.run.dir), torchrun, code, is_first=hosts.node_rank == 0, with_trace=with_trace)
 
 
-def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool) -> int:
+def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool, with_trace: bool) -> int:
     """The exit code of the run on this host, whose torchrun ended with `code`; the first host prints how it ended."""
     if code == -REFUSED:
         return 2
     if torchrun.lost_folder:
         print_message(f"error: {torchrun.lost_folder}")
         return 2
-    summary = print_summary(run_dir) if is_first else read_summary(run_dir)
+    summary = print_summary(run_dir, with_trace=with_trace) if is_first else read_summary(run_dir)
     if torchrun.received:
         return 128 + torchrun.received
     if summary is None:

@@ -2,6 +2,7 @@
 
 from pathlib import PurePath
 from typing import Literal
+from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Struct
 
@@ -97,7 +98,7 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`reward.*`: the reward functions."""
 
     path: str | tuple[str, ...] = ""
-    """`FILE.py:FUNCTION` in TRL's or verl's form, a built-in one such as math or gsm8k, or a list of these (docs/use/rewards.md)."""
+    """`FILE.py:FUNCTION` in TRL's or verl's form, a built-in one such as math or gsm8k, the address of a judge or another server, or a list of these (docs/use/rewards.md)."""
     weights: tuple[Finite, ...] = ()
     """Weights of the functions in the sum of rewards; empty gives each the weight 1."""
     batch: Literal["sample", "group"] = "sample"
@@ -111,15 +112,35 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def functions(self) -> dict[str, str]:
         """The functions by name; functions of one name get that of their file before it. Raises `SettingError`."""
         paths = (self.path,) if isinstance(self.path, str) else self.path
-        names = [path.rpartition(":")[2] for path in paths]
+        names = [_name_of(path) for path in paths]
         unique = [
-            name if names.count(name) == 1 else f"{PurePath(path.rpartition(':')[0]).stem}.{name}"
+            name if names.count(name) == 1 or is_address(path) else f"{PurePath(path.rpartition(':')[0]).stem}.{name}"
             for name, path in zip(names, paths, strict=True)
         ]
         for name in unique:
             if unique.count(name) > 1 or name in REWARD_STATISTICS:
-                raise SettingError(f"reward.path: the name '{name}' is already taken; give the function another name")
+                raise SettingError(
+                    f"reward.path: the name '{name}' is already taken; give the function another name, or an address #name=NAME"
+                )
         return dict(zip(unique, paths, strict=True))
+
+
+def is_address(path: str) -> bool:
+    """Whether an entry of `reward.path` is the address of a server."""
+    return "://" in path
+
+
+def _name_of(path: str) -> str:
+    """The name of a reward in the metrics: of a function its own, of an address `#name=`, `judge` or the last part of its path."""
+    if not is_address(path):
+        return path.rpartition(":")[2]
+    scheme, _, rest = path.partition("://")
+    parts = urlsplit(f"//{rest}")
+    if given := parse_qs(parts.fragment).get("name"):
+        return given[-1]
+    if scheme.startswith("judge+"):
+        return "judge"
+    return PurePath(parts.path).name or parts.netloc.partition(":")[0]
 
 
 class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,12 @@ class Arguments:
     """Whether only the names of the recipes are asked for."""
     gpus: str | None = None
     """The GPUs to plan for, `COUNTxGB`."""
+    num_tried: str | None = None
+    """Rows of the data to try without a run, as it is written."""
+    response: str | None = None
+    """What is scored then instead of a row's own answer."""
+    with_trace: bool = False
+    """The run keeps its traces when it has finished."""
     hosts: Mapping[str, str] = field(default_factory=dict)
     """Those of torchrun's options that are given, without their dashes."""
     join: str = ""
@@ -31,11 +37,14 @@ class Arguments:
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Arguments":
         """Sort the words; raises `SettingError` for an option that does not exist. `--help` prints the page."""
-        given = _parser().parse_intermixed_args(words)
+        # `--try RECIPE`: the recipe is no number of rows
+        given = _parser().parse_intermixed_args(["--try=1" if word == "--try" else word for word in words])
         if given.settings and not given.dry_run:
             raise SettingError("--settings: only with --dry-run; of a run, config.yaml has all settings")
         if given.gpus is not None and not given.dry_run:
             raise SettingError("--gpus: only with --dry-run; a run uses the GPUs in CUDA_VISIBLE_DEVICES")
+        if given.response is not None and given.num_tried is None:
+            raise SettingError("--response: only with --try")
         join = [word for word in given.words if word.startswith("join=")]
         others = [word for word in given.words if word not in join]
         recipe = next((word for word in others if "=" not in word), None)
@@ -49,6 +58,9 @@ class Arguments:
             given.settings,
             given.list,
             given.gpus,
+            given.num_tried,
+            given.response,
+            given.trace,
             {name: text for name, text in options.items() if text is not None},
             join[-1].removeprefix("join=") if join else "",
         )
@@ -57,9 +69,11 @@ class Arguments:
 def _parser() -> CommandParser:
     parser = CommandParser("run", page=_page)
     parser.add_argument("words", nargs="*")
-    for flag in ("--dry-run", "--settings", "--list"):
+    for flag in ("--dry-run", "--settings", "--list", "--trace"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--gpus")
+    parser.add_argument("--try", dest="num_tried")
+    parser.add_argument("--response")
     for name in _HOST_OPTIONS:
         parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
     return parser

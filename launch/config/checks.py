@@ -25,10 +25,12 @@ from ...comm.recipe import (
     TrainerSettings,
 )
 from ...comm.recipe.generation import LEAST_TEMPERATURE
+from ...comm.recipe.run import is_address
 from ...relay.hub.model_check import JOINED
 from ...relay.journal.journal import Journal
 from ...relay.queue.schedules import SCHEDULES
 from ...relay.queue.tasks import pipeline
+from ...rollout.rewards.addresses import open_address
 from ...rollout.rewards.ready import NEEDS, READY
 from ...trainer.memory import PAGE_TOKENS, PolicySizes
 from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
@@ -42,6 +44,8 @@ from .model_files import ModelFiles, model_digests, read_config
 from .run_folder import under_way
 from .signature_checks import check_reward_arguments, check_tools
 
+_ADDRESS = "an address (http://HOST/PATH or judge+http://HOST/v1#model=NAME)"
+
 
 def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     """Check settings, files, data and functions of a recipe; returns warnings. Leaves no file.
@@ -54,7 +58,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     if recipe.is_emulated:
         check_data(recipe.data)
         return warnings
-    _check_functions(recipe)
+    check_functions(recipe)
     data = CheckedData([], []) if "data.path" in unmade else check_data(recipe.data)
     check_tools(recipe.environment)
     if recipe.reward.path and ":" not in recipe.rollout.engine:  # an own loop may call rewards in another way
@@ -231,7 +235,7 @@ def check_run_folder(settings: RunSettings) -> None:
         )
 
 
-def _check_functions(recipe: Recipe) -> None:
+def check_functions(recipe: Recipe) -> None:
     """The functions that the recipe names exist, and the tasks' columns fit together."""
     _check_reward(recipe.reward, recipe.environment)
     pipeline(recipe.queue, recipe.algorithm)
@@ -305,8 +309,10 @@ def check_rewards(settings: RewardSettings) -> None:
             f"reward.weights: {len(settings.weights)} weights for {len(functions)} functions of reward.path"
         )
     for path in functions.values() or [""]:
-        if path not in READY:
-            check_function("reward.path", path, f"FILE.py:FUNCTION, or one of {', '.join(READY)}")
+        if is_address(path):
+            open_address(path, settings.timeout_s)
+        elif path not in READY:
+            check_function("reward.path", path, f"FILE.py:FUNCTION, {_ADDRESS}, or one of {', '.join(READY)}")
         elif (package := NEEDS.get(path)) is not None and find_spec(package) is None:
             raise SettingError(
                 f"reward.path: {path} needs the package {package}: pip install {package.replace('_', '-')}"

@@ -20,6 +20,7 @@ from .load import recipe_yaml
 from .memory_plan import MemoryPlan, with_micro_tokens
 from .model_files import read_config
 from .prompt_lengths import longest_prompt
+from .run_checkpoints import start_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class DryRun:
         text, refused = self.plan(recipe)
         sys.stdout.write(text)
         sys.stdout.flush()
+        sys.stdout.write("".join(f"{line}\n" for line in start_lines(recipe)))
         if self.gpus is None:
             warnings = check_recipe(recipe, unmade=self.unmade)
             if recipe.run.resume == "auto" and recipe.run.mode == "train":

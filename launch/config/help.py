@@ -13,7 +13,8 @@ from .values import describe, show_value
 _USAGE = """\
 Trains a language model by asynchronous reinforcement learning.
 
-usage: headrace run RECIPE.yaml|NAME [KEY=VALUE ...] [--dry-run [--settings]]
+usage: headrace run RECIPE.yaml|NAME [KEY=VALUE ...] [--dry-run [--settings] | --trace]
+       headrace run RECIPE.yaml|NAME [KEY=VALUE ...] --try[=N] [--response TEXT]
        torchrun --nproc-per-node N -m headrace.launch.run RECIPE.yaml [KEY=VALUE ...]
        headrace run join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
@@ -25,6 +26,10 @@ usage: headrace run RECIPE.yaml|NAME [KEY=VALUE ...] [--dry-run [--settings]]
   --gpus=COUNTxGB
               with --dry-run, the GPUs of each host to plan for, such as 8x80; refused if they are too small.
               Data, functions and weights, which may be elsewhere, are not checked then
+  --try[=N]   print the first prompt (or N) as the model will see it, call the rewards and tools once, then stop;
+              --response TEXT is what is scored instead of the row's own answer
+  --trace     keep the states of all processes, as `trace/` and `trace.json`, when the run has finished: for
+              https://ui.perfetto.dev, and for `headrace plan --from RUN`
   --nnodes, --node-rank, --nproc-per-node, --master-addr, --master-port
               on each of several hosts, as in torchrun
   --help      print this page

@@ -19,6 +19,7 @@ from msgspec import inspect as kinds
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from .peer_names import name_hint
+from .run_checkpoints import from_checkpoint
 from .run_folder import make_run_folder
 from .values import SettingsLoader, describe, members_of, show_value, typed_value
 
@@ -30,9 +31,12 @@ _ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `path` (None: only defaults) with dotted `key=value` overrides; raises `SettingError`."""
+    """The recipe in `path` (None: only defaults) with dotted `key=value` overrides; raises `SettingError`.
+
+    A `model.path` that names a run is the folder of that run's policy in it.
+    """
     layers = [(f"{path}: ", _load(Path(path)))] if path is not None else []
-    return _merge([*layers, *(("", _parse(word)) for word in overrides)])
+    return from_checkpoint(_merge([*layers, *(("", _parse(word)) for word in overrides)]))
 
 
 def parse_recipe(text: str) -> Recipe:

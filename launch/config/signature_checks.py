@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ...comm.errors import SettingError
 from ...comm.recipe import EnvironmentSettings, RewardSettings
+from ...comm.recipe.run import is_address
 from ...rollout.environments.tools import RESERVED
 from ...rollout.rewards.function import OWN, VERL, has_ground_truth
 from ...rollout.rewards.ready import READY
@@ -48,6 +49,8 @@ def check_reward_arguments(settings: RewardSettings, rows: Sequence[Mapping[str,
     """
     warnings: list[str] = []
     for name, path in settings.functions.items():
+        if is_address(path):
+            continue
         arguments = _Arguments.of_ready(path) if path in READY else _arguments_in(path)
         if arguments is None:
             continue

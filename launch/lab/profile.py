@@ -38,7 +38,8 @@ def measured_part(run_dir: Path) -> tuple[Timeline, Window]:
     num_steps = len(_steps(run_dir))
     if not timeline.spans.get("actor-0") or "rollout-0" not in timeline.spans:
         raise SettingError(
-            f"--from: {run_dir} has no trace of a trainer and a rollout; name the folder of a finished run"
+            f"--from: {run_dir} has no trace of a trainer and a rollout; a finished run keeps its trace if it was started"
+            " with --trace. Run its recipe again that way for some steps, or leave out --from for a warm-up run"
         )
     trainer = [span for span in timeline.spans["actor-0"] if span.start >= timeline.started.get("actor-0", 0.0)]
     begun = min((span.facts["step"] for span in trainer if span.state == "train"), default=num_steps)

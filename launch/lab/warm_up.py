@@ -30,7 +30,7 @@ def warm_up(recipe: str, overrides: Sequence[str], run_dir: Path) -> None:
         return
     check_recipe(short)
     print_message(f"{run_dir.name} runs")
-    if code := run_to_end([sys.executable, "-m", "headrace.launch.run", recipe, *words]):
+    if code := run_to_end([sys.executable, "-m", "headrace.launch.run", recipe, *words, "--trace"]):
         raise SettingError(f"run.dir: the run in {run_dir} ended with {code}; see its logs")
 
 

@@ -19,6 +19,7 @@ from ..config.dry_run import DryRun, check_host
 from ..config.gpus import Gpus
 from ..config.load import read_recipe, save_recipe
 from ..config.memory_plan import with_micro_tokens
+from ..config.run_checkpoints import start_lines
 from ..config.run_folder import SUMMARY_FILE, lock_run_folder, make_run_folder
 from ..hosts import ranks_of_hosts
 from ..placement import place_joining, place_ranks, with_relays
@@ -33,8 +34,13 @@ from .store_address import find_store
 from .supervisor import LAUNCHER, supervise
 
 
-def run_rank(recipe_file: str | None, overrides: Sequence[str], dry_run: DryRun | None) -> int:
-    """Run the rank of torchrun's environment, or print the plan of `dry_run`; returns the exit code."""
+def run_rank(
+    recipe_file: str | None, overrides: Sequence[str], dry_run: DryRun | None, *, with_trace: bool = False
+) -> int:
+    """Run the rank of torchrun's environment, or print the plan of `dry_run`; returns the exit code.
+
+    with_trace: as for `print_summary`.
+    """
     end_with_parent(signal.SIGTERM, os.getppid())
     is_known = False
     try:
@@ -68,7 +74,7 @@ def run_rank(recipe_file: str | None, overrides: Sequence[str], dry_run: DryRun 
     except SettingError as error:
         return refuse_start(error, is_known=is_known)
     if does_launch and LAUNCHER not in os.environ:
-        print_summary(Path(recipe.run.dir))
+        print_summary(Path(recipe.run.dir), with_trace=with_trace)
     return exit_code
 
 
@@ -88,7 +94,7 @@ def prepare(recipe: Recipe) -> IO[bytes]:
         check_run_folder(recipe.run)  # a run may have begun, and ended, since the first look
         for warning in (*warnings, *on_host):
             print_message(f"warning: {warning}")
-        for line in prepare_folder(recipe):
+        for line in (*start_lines(recipe), *prepare_folder(recipe)):
             print_message(line)
         if recipe.lora.rank and recipe.lora.path:
             from ...trainer.policy.adapter_files import keep_start

@@ -7,8 +7,11 @@ from typing import Any
 
 from ..config.run_folder import SUMMARY_FILE
 from ..processes.child import print_message
+from .leavings import tidy
 from .peak_memory import memory_row, merge_peaks
 
+MOST_FILES = 2
+"""Most files of held-out prompts in the table, which fits on a screen with the last steps."""
 _PARTS = ("trained", "evicted", "filtered", "failed", "in_flight")
 
 
@@ -20,17 +23,15 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def print_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Print how the run in `run_dir` ended, and write its timeline; returns its summary, None without one."""
-    from .timeline import MOST_BYTES, TRACE_FILE, Timeline
+def print_summary(run_dir: Path, *, with_trace: bool = False) -> dict[str, Any] | None:
+    """Print how the run in `run_dir` ended, and tidy its folder; returns its summary, None without one.
 
+    with_trace: the run keeps the traces of its processes, and a timeline of them.
+    """
     summary = read_summary(run_dir)
     if summary is not None:
         show_summary(summary, run_dir)
-        try:
-            Timeline.read(run_dir, MOST_BYTES).write(run_dir / TRACE_FILE)
-        except OSError as error:
-            print_message(f"warning: {run_dir / TRACE_FILE} is not written: {error.strerror}")
+        tidy(run_dir, summary, with_trace=with_trace)
     return summary
 
 
@@ -40,32 +41,45 @@ def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
         print_message(f"error: {summary.get('error') or 'the run failed'}")
     if "accounting" not in summary:
         return
-    rows = [*summary_rows(summary), ("run folder", str(run_dir))]
-    if memory := memory_row(merge_peaks(run_dir)):
-        rows.insert(-1, ("peak memory", memory))
+    rows = summary_rows(summary, run_dir, memory_row(merge_peaks(run_dir)))
     width = 2 + max(len(name) for name, _ in rows)
     for name, value in rows:
         print(name.ljust(width) + value, flush=True)
 
 
-def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and text of each line of the table."""
+def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") -> list[tuple[str, str]]:
+    """Name and text of each line of the table: first what was learnt and where the model is, then details.
+
+    memory: the peak memory of the largest processes.
+    """
     account = summary["accounting"]
     parts = " + ".join(f"{account[key]} {key.replace('_', ' ')}" for key in _PARTS if key in account)
     verdict = "holds" if account["holds"] else "DOES NOT HOLD"
+    export = str(summary.get("export") or "")
     rows = {
-        "run": f"{summary.get('status')} after {summary.get('steps')} steps",
         "reward": _reward(summary) if "reward_first" in summary else "",
         **dict(_evaluation_rows(summary.get("evaluations", []))),
-        "tokens/s": f"{summary.get('tokens_per_s', 0):,.0f}",
+        "model": export,
+        "use it": f'transformers.pipeline("text-generation", {json.dumps(export)})' if export else "",
+        "time": f"{_duration(summary.get('time_s', 0))}, {summary.get('tokens_per_s', 0):,.0f} tokens/s",
+        "run": f"{summary.get('status')} after {summary.get('steps')} steps, in {run_dir}",
+        "advice": str(summary.get("advice") or ""),
+        "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),
+        "accounting": f"{account['leased']} leased = {parts}: {verdict}",
         "staleness": _histogram(summary.get("staleness", {})),
         "versions per trajectory": _histogram(summary.get("versions_per_trajectory", {})),
-        "accounting": f"{account['leased']} leased = {parts}: {verdict}",
-        "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),
-        "advice": str(summary.get("advice") or ""),
-        "exported model": str(summary.get("export") or ""),
+        "peak memory": memory,
     }
     return [(name, text) for name, text in rows.items() if text]
+
+
+def _duration(seconds: float) -> str:
+    """A time as people say it, such as `2 h 5 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _reward(summary: Mapping[str, Any]) -> str:
@@ -82,17 +96,24 @@ def _reward(summary: Mapping[str, Any]) -> str:
 
 
 def _evaluation_rows(results: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
-    """First, best and last avg@k of each file, with their versions."""
-    for name in dict.fromkeys(name for result in results for name in result if "/avg@" in name):
+    """First, best and last avg@k of the first files, with the step of each; of one evaluation its value."""
+    names = list(dict.fromkeys(name for result in results for name in result if "/avg@" in name))
+    for name in names[:MOST_FILES]:
         found = [(result[name], int(result["eval/version"])) for result in results if name in result]
         best = max(found, key=lambda each: each[0])
-        shown = (
-            f"{word} {value:.3f} (version {version})"
-            for word, (value, version) in (("first", found[0]), ("best", best), ("last", found[-1]))
-        )
-        yield name, ", ".join(shown)
+        words = {"first": found[0], "best": best, "last": found[-1]}
+        if best == found[-1]:
+            words.pop("last")
+        yield name, _at(best) if len(found) == 1 else " -> ".join(f"{word} {_at(at)}" for word, at in words.items())
+    if others := names[MOST_FILES:]:
+        yield "more held-out files", f"{len(others)}, in {SUMMARY_FILE}: {', '.join(others)}"
+
+
+def _at(result: tuple[float, int]) -> str:
+    value, step = result
+    return f"{value:.3f} (step {step})"
 
 
 def _histogram(counts: Mapping[str, int]) -> str:
     total = sum(counts.values())
-    return ", ".join(f"{key}: {100 * count / total:.1f} %" for key, count in counts.items()) if total else "none"
+    return ", ".join(f"{key}: {100 * count / total:.1f} %" for key, count in counts.items()) if total else ""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+TRACES = "trace"
+"""The folder of the processes' files; a run that has finished keeps it if it was started with `--trace`."""
 TRACE_FILE = "trace.json"
 MOST_BYTES = 1 << 18
 """Bytes of a process's file from which on `trace.json` has a part of its samples: those of a day and of 64 rollouts are gigabytes."""
@@ -43,7 +45,7 @@ class Timeline:
 
         Of a file of k times `most_bytes` every k-th line of samples is read."""
         timeline = Timeline()
-        for path in sorted((run_dir / "trace").glob("*.jsonl")):
+        for path in sorted((run_dir / TRACES).glob("*.jsonl")):
             with path.open(encoding="utf-8") as lines:
                 timeline._read(path.stem, lines, every=1 + path.stat().st_size // most_bytes)
         return timeline

@@ -10,6 +10,8 @@ from ..user_code.host import UserCall
 
 LARGEST = 3.4e38
 """Largest reward in size: a row stores it in 32 bits."""
+UNSCORED = "the reward function returned None"
+"""Begins the failure of a sample without a reward; the reason follows if a function gave one."""
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class ScoreRequest:
     failure: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     """`metrics`: numbers to average over a step, each function's reward among them; `extra`: other notes on the sample."""
+    frames: list[str] = field(default_factory=list)
+    """The lines of the user's code on the way to the error that is the failure."""
 
 
 Unit = list[ScoreRequest]
@@ -42,6 +46,7 @@ class _Answer(msgspec.Struct):
     rewards: list[float | None] = []
     info: list[_Info] = []
     error: str = ""
+    frames: list[str] = []
     is_misuse: bool = False
     """Why the function's result is a mistake of the settings; empty if it is not."""
 
@@ -82,10 +87,19 @@ class RewardCall(UserCall):
         for item, reward, info in zip(items, found.rewards, found.info, strict=True):
             is_usable = reward is not None and abs(reward) <= LARGEST  # not so for NaN
             item.reward = reward if is_usable else None
+            item.frames = found.frames
             item.info = msgspec.to_builtins(info)
-            item.failure = found.error or ("" if is_usable else f"the reward function returned {reward}")
+            item.failure = found.error or ("" if is_usable else _unusable(reward, info))
         self.misuse = found.error if found.is_misuse else ""
         return []
+
+
+def _unusable(reward: float | None, info: _Info) -> str:
+    """Why a sample has no reward; beside None a function may give its `reason`."""
+    if reward is not None:
+        return f"the reward function returned {reward}"
+    reasons = [str(note) for name, note in info.extra.items() if name.endswith("/reason")]
+    return f"{UNSCORED}: {'; '.join(reasons)}" if reasons else UNSCORED
 
 
 def _as_message(item: ScoreRequest) -> str | list[dict[str, Any]]:

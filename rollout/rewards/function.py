@@ -122,7 +122,7 @@ class RewardFunction:
             yield "solution_str", [each if isinstance(each, str) else each[-1]["content"] for each in completions]
             yield "extra_info", [row if row.get("extra_info") is None else row["extra_info"] for row in rows]
             if self._takes_any or {"ground_truth", "ground_truths"} & self._names:
-                yield "ground_truth", [_ground_truth(row) for row in rows]
+                yield "ground_truth", [ground_truth_of(row) for row in rows]
 
     def _wanted(self, given: dict[str, Any], columns: Collection[str]) -> dict[str, Any]:
         """The given arguments that the function takes."""
@@ -193,8 +193,11 @@ def combined(names: list[str], weights: list[float], scores: list[Scores]) -> li
     return samples
 
 
-def _ground_truth(row: dict[str, Any]) -> Any:
-    """The first of `ground_truth`, `reward_model.ground_truth` as in verl's data sets, `answer` and `solution`."""
+def ground_truth_of(row: Mapping[str, Any]) -> Any:
+    """The first of `ground_truth`, `reward_model.ground_truth` as in verl's data sets, `answer` and `solution`.
+
+    Raises `KeyError` if a row has none of them.
+    """
     found = _ground_truths(row)
     if not found:
         raise KeyError("the data has no column ground_truth, reward_model.ground_truth, answer or solution")

@@ -14,7 +14,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import RewardSettings
 from ..user_code.host import UserCodeHost
 from ..user_code.pool import UserCodePool
-from .calls import RewardCall, ScoreRequest, Unit
+from .calls import UNSCORED, RewardCall, ScoreRequest, Unit
 
 MAX_BATCH = 64
 """Most samples of a call, unless one group has more."""
@@ -22,7 +22,6 @@ MAX_ASYNC = 256
 """Most samples in open calls of async functions."""
 MOST_UNSCORED = 64
 FEWEST_PROMPTS = 4
-UNSCORED = "the reward function returned None"
 
 
 class RewardPool(UserCodePool[RewardCall]):
@@ -75,17 +74,19 @@ class RewardPool(UserCodePool[RewardCall]):
             raise SettingError(f"{self.code}: {misuse}; it must return a reward or None for each")
         items = [item for call in calls for item in call.items]
         units = [unit for call in calls for unit in call.units]
-        self.judge([unit[0].failure for unit in units if unit[0].failure != UNSCORED])
+        self.judge([unit[0].failure for unit in units if not unit[0].failure.startswith(UNSCORED)])
         self.has_succeeded |= any(not item.failure for item in items)
         if not self.has_succeeded:
             self._look_at_unscored(items)
         return items
 
     def _look_at_unscored(self, items: Sequence[ScoreRequest]) -> None:
-        self._unscored += [item.row for item in items if item.failure == UNSCORED]
+        unscored = [item for item in items if item.failure.startswith(UNSCORED)]
+        self._unscored += [item.row for item in unscored]
         num_prompts = len(set(map(id, self._unscored)))  # the samples of a prompt share its row
-        if len(self._unscored) >= MOST_UNSCORED and num_prompts >= FEWEST_PROMPTS:
+        if unscored and len(self._unscored) >= MOST_UNSCORED and num_prompts >= FEWEST_PROMPTS:
+            reason = unscored[-1].failure.removeprefix(UNSCORED)
             raise SettingError(
-                f"{self.code}: the reward function returned None for all of the first {len(self._unscored)} samples;"
-                " is a `return` missing?"
+                f"{self.code}: {UNSCORED} for all of the first {len(self._unscored)} samples"
+                f"{reason or '; is a `return` missing?'}"
             )

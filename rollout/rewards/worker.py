@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...comm.plugins import load_object
-from ..user_code.channel import Channel, add_folders, explain
+from ...comm.recipe.run import is_address
+from ..user_code.channel import Channel, add_folders, explain, frames_of
 from .function import RewardFunction, Scores, WrongLength, combined
 
 _READY = "headrace.rollout.rewards.ready"
@@ -76,13 +77,21 @@ class RewardSum:
 def _failed(error: BaseException) -> dict[str, Any]:
     if isinstance(error, WrongLength):
         return {"error": str(error), "is_misuse": True}
-    return {"error": explain(error)}
+    return {"error": explain(error), "frames": frames_of(error)}
 
 
-def load_functions(functions: Mapping[str, str], max_steps: int = 0) -> list[RewardFunction]:
-    """The functions of `reward.path` by name, built-in ones included. A user's file may import modules of its own folder."""
+def load_functions(functions: Mapping[str, str], max_steps: int, timeout_s: float) -> list[RewardFunction]:
+    """The functions of `reward.path` by name, built-in ones and addresses included.
+
+    A user's file may import modules of its own folder. timeout_s: of a call, within which an address has to answer.
+    """
     loaded: list[RewardFunction] = []
     for name, path in functions.items():
+        if is_address(path):
+            from .addresses import open_address  # the others need no HTTP
+
+            loaded.append(RewardFunction(name, open_address(path, timeout_s), max_steps))
+            continue
         path = path if ":" in path else f"{_READY}:{path}"
         add_folders(path)
         loaded.append(RewardFunction(name, load_object("reward.path", path), max_steps))
@@ -94,7 +103,7 @@ def main() -> None:
     channel = Channel(default=str)
     settings = channel.settings
     with channel.loading():
-        functions = load_functions(settings["functions"], settings["max_steps"])
+        functions = load_functions(settings["functions"], settings["max_steps"], settings["timeout_s"])
         rewards = RewardSum(functions, settings["weights"], settings["timeout_s"])
     rewards.start()
     channel.write(0, {"is_async": rewards.is_async})

@@ -66,6 +66,15 @@ def add_folders(*paths: str) -> None:
 
 def explain(error: BaseException) -> str:
     """One line: the error and where in the user's code it was raised."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _OURS not in Path(f.filename).parents]
+    frames = _users_frames(error)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
+
+
+def frames_of(error: BaseException) -> list[str]:
+    """The lines of the user's code on the way to an error, each with its place."""
+    return [f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in _users_frames(error)]
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [f for f in traceback.extract_tb(error.__traceback__) if _OURS not in Path(f.filename).parents]

@@ -50,6 +50,11 @@ class UserCodePool(Generic[C]):
             host.thread.start()
         return self
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a process has loaded the user's files."""
+        return any(host.ready is not None for host in self._hosts)
+
     def ended(self) -> list[C]:
         """The calls that have ended since the last time."""
         found: list[C] = []

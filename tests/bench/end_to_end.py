@@ -159,7 +159,7 @@ def _ours(folder: Path) -> float:
 def _run(folder: Path, settings: Mapping[str, object]) -> None:
     (folder / "recipe.yaml").write_text("{}")
     words = [f"{key}={value}" for key, value in settings.items()]
-    command = [sys.executable, "-m", "headrace.launch.run", str(folder / "recipe.yaml"), *words]
+    command = [sys.executable, "-m", "headrace.launch.run", str(folder / "recipe.yaml"), *words, "--trace"]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 

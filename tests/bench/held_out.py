@@ -93,7 +93,10 @@ def _scores(recipe: Recipe, answers: list[Answer], tokenizer: Any) -> dict[str, 
         "completion_ids": [answer.token_ids for answer in answers],
         "columns": {name: [answer.row.get(name) for answer in answers] for name in answers[0].row if name != "prompt"},
     }
-    scores = {each.name: each.score(batch).rewards for each in load_functions(recipe.reward.functions)}
+    scores = {
+        each.name: each.score(batch).rewards
+        for each in load_functions(recipe.reward.functions, 0, recipe.reward.timeout_s)
+    }
     return {name: sum(reward or 0.0 for reward in rewards) / len(rewards) for name, rewards in scores.items()}
 
 

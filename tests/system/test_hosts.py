@@ -179,7 +179,7 @@ def test_a_relay_on_a_host_without_files_gets_the_recipe_and_the_summary_from_th
     assert first == second and first["steps"] == 3 and first["accounting"]["holds"] is True
     assert first["hosts"] == {"host0": ["actor-0", "rollout-0", "rollout-1"], "host1": ["hub", "relay-0"]}
     logs = [sorted(path.name for path in host.path("/tmp/private/run/logs").iterdir()) for host in job.hosts]
-    assert "actor-0.log" in logs[0] and "relay-0.log" in logs[1] and not set(logs[0]) & set(logs[1])
+    assert "rollout-0.log" in logs[0] and "relay-0.log" in logs[1] and not set(logs[0]) & set(logs[1])
 
 
 def test_a_host_without_the_secret_ends_the_run_with_a_message_on_each_host(hosts_job):

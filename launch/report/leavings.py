@@ -1,0 +1,46 @@
+"""Tidies the folder of a finished run: the results stay, and the files that continue or check it; traces and empty logs go.
+
+The folder of a run that failed or was interrupted stays as it is, since its files may show the reason.
+"""
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..processes.child import print_message
+from .timeline import MOST_BYTES, TRACE_FILE, TRACES, Timeline
+
+_GIVEN_UP = "journal.jsonl.discarded-"
+"""The end of a journal that a resumed run cut off, by its number."""
+
+
+def tidy(run_dir: Path, summary: Mapping[str, Any], *, with_trace: bool) -> None:
+    """Write the timeline of a run, or if it has finished and `with_trace` is not set, remove what only a timeline needs.
+
+    The next start of the run writes new logs and traces.
+    """
+    is_finished = summary.get("status") == "finished" and not summary.get("exit_code")
+    try:
+        if with_trace or not is_finished:
+            Timeline.read(run_dir, MOST_BYTES).write(run_dir / TRACE_FILE)
+        if is_finished:
+            _remove_needless(run_dir, with_trace=with_trace)
+    except OSError as error:
+        print_message(f"warning: {run_dir} is not tidied: {error.strerror}")
+
+
+def _remove_needless(run_dir: Path, *, with_trace: bool) -> None:
+    if not with_trace:
+        shutil.rmtree(run_dir / TRACES, ignore_errors=True)
+        (run_dir / TRACE_FILE).unlink(missing_ok=True)
+    for log in (run_dir / "logs").glob("*.log"):
+        if not log.stat().st_size:
+            log.unlink()
+    with suppress(OSError):
+        (run_dir / "logs").rmdir()  # without any log left
+    for rest in run_dir.glob(f"{_GIVEN_UP}*"):
+        # With other files of its number it is of steps that were given up, or of a run before this one.
+        if len([*run_dir.glob(f"*.discarded-{rest.name.removeprefix(_GIVEN_UP)}")]) == 1:
+            rest.unlink()

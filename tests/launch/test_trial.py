@@ -1,0 +1,161 @@
+"""`--try` shows prompts, rewards and tools as a run has them, and says what is wrong with them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.policies import tiny_policy
+
+from headrace.launch.run import main
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+TOOLS = '''
+def double(number: int, mode: str = "fast") -> int:
+    """Double a number.
+
+    Args:
+        number: The number.
+        mode: How.
+    """
+    return 2 * number
+
+
+def broken(text: str) -> str:
+    """Fail.
+
+    Args:
+        text: Anything.
+    """
+    return undefined + text
+
+
+def picky(text: str) -> float:
+    """Read a number.
+
+    Args:
+        text: The number.
+    """
+    return float(text)
+'''
+
+
+class Tried:
+    """A recipe's folder, tried with the functions of one file."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self.capfd = capfd
+
+    def __call__(
+        self, source: str, *words: str, row: dict | None = None, paths: str = "reward"
+    ) -> tuple[int, str, str]:
+        """Exit code, output and errors."""
+        (self.folder / "rewards.py").write_text(source)
+        (self.folder / "rows.jsonl").write_text(json.dumps(row or {"prompt": "2 + 2 =", "answer": 4}) + "\n")
+        settings = {"data.path": self.folder / "rows.jsonl", "reward.path": f"{self.folder / 'rewards.py'}:{paths}"}
+        given = {word.partition("=")[0] for word in words}
+        made = [f"{name}={value}" for name, value in settings.items() if name not in given]
+        code = main(
+            ["--try", *made, *words] if not any(word.startswith("--try") for word in words) else [*made, *words]
+        )
+        return code, *self.capfd.readouterr()
+
+
+@pytest.fixture
+def tried(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Tried:
+    folder = tmp_path / "my task"
+    folder.mkdir()
+    return Tried(folder, capfd)
+
+
+def test_the_prompt_is_shown_as_the_model_gets_it_and_the_reward_of_the_rows_answer(tried: Tried):
+    tiny_policy(tried.folder, "llama")
+    tried.capfd.readouterr()
+    source = "def reward(solution_str, answer, completion_ids):\n    return (float(solution_str == str(answer)), {'n': len(completion_ids)})\n"
+    words = f"model.path={tried.folder / 'llama'}", f"data.chat_template={TEMPLATE}"
+    code, output, errors = tried(source, *words)
+    assert (code, errors) == (0, "")
+    assert "<user>2 + 2 =<assistant>" in output and " tokens):" in output
+    assert "response (the row's ground truth): '4'" in output
+    assert "reward 1 (reward/n 1, reward 1; " in output and output.endswith("all is well\n")
+    assert not (tried.folder.parent / "runs").exists() and not Path("runs/run").exists()
+
+
+def test_the_response_is_the_one_that_is_given_or_a_placeholder_that_is_named(tried: Tried):
+    source = "def reward(completions):\n    return [float(len(each)) for each in completions]\n"
+    code, output, _ = tried(source, "--response", "four words in it")
+    assert code == 0 and "response (--response): 'four words in it'" in output and "reward 16 " in output
+    code, output, _ = tried(source, row={"prompt": "p"})
+    assert code == 0 and "response (a placeholder; give another with --response TEXT): 'This is a response.'" in output
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    float(solution_str == answer)", "reward.path: the reward function returned None; is a `return` missing?"),
+        ("    return float('nan')", "reward.path: the reward function returned nan"),
+        ("    return helper(answer)", "reward.path: ValueError: no 4 (rewards.py:2)"),
+        ("    while True: pass", "reward.path: no answer within reward.timeout_s=1"),
+        ("    import os; os._exit(3)", "reward.path: the reward process ended with 3"),
+        ("    return 'good'", "returned 'good', which is not a number"),
+    ],
+)
+def test_what_is_wrong_with_a_reward_is_one_line_that_names_the_setting(tried: Tried, body: str, message: str):
+    source = (
+        f"def helper(answer):\n    raise ValueError(f'no {{answer}}')\n\ndef reward(solution_str, answer):\n{body}\n"
+    )
+    code, output, errors = tried(source, "reward.timeout_s=1")
+    assert code == 2 and message in errors and errors.count("\n") == 1
+    assert output.endswith("a mistake was found\n")
+    if "helper" in body:
+        assert "    rewards.py:5 in reward: return helper(answer)\n    rewards.py:2 in helper: raise" in output
+
+
+def test_a_batch_function_that_returns_one_reward_for_all_is_found(tried: Tried):
+    code, _, errors = tried("def reward(completions):\n    return [1.0]\n")
+    assert code == 2 and "reward returned 1 rewards for 2 completions" in errors
+
+
+def test_a_file_that_cannot_be_loaded_is_told_with_its_line(tried: Tried):
+    code, _, errors = tried("import no_such_module\n\ndef reward(solution_str):\n    return 1.0\n")
+    assert code == 2 and "reward.path: " in errors and "cannot be loaded: ModuleNotFoundError" in errors
+    assert "(rewards.py:1)" in errors
+
+
+def test_each_tool_is_called_once_with_arguments_of_its_schema(tried: Tried):
+    (tried.folder / "tools.py").write_text(TOOLS)
+    tools = ", ".join(f"{tried.folder / 'tools.py'}:{name}" for name in ("double", "broken", "picky"))
+    row = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": 4}
+    code, output, errors = tried("def reward(solution_str):\n    return 1.0\n", f"environment.tools=[{tools}]", row=row)
+    assert "double(number=1) -> '2' (" in output
+    assert "picky(text='example') -> " in output and "the policy would read this error as the tool's answer" in output
+    assert code == 2 and errors == (
+        "headrace: error: environment.tools: broken(text='example'): NameError: name 'undefined' is not defined\n"
+    )
+
+
+def test_an_environment_without_tools_takes_a_step_with_the_response(tried: Tried):
+    source = "class Room:\n    def reset(self, **row):\n        self.row = row\n\n    def step(self, text):\n        return 'go on', 0.5, text == '4'\n"
+    path = f"environment.path={tried.folder / 'rewards.py'}:Room"
+    code, output, _ = tried(source, path, "reward.path=")
+    assert code == 0 and "step -> 'go on' (" in output and "reward 0.5, done)" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--try=0"], "--try=0: give a number of rows, from 1"),
+        (["--try", "--response"], "--response: give the text of a response after it"),
+        (["--try", "--dry-run"], "--try: it starts no run"),
+        (["--try", "data.path=no.jsonl"], "data.path: no.jsonl does not exist"),
+        (["--try", "rollout.engine=emulated", "trainer.engine=emulated"], "--try: rollout.engine=emulated"),
+    ],
+)
+def test_a_mistake_in_the_words_is_one_line(tried: Tried, words: list[str], message: str):
+    code, _, errors = tried("def reward(solution_str):\n    return 1.0\n", *words)
+    assert code == 2 and message in errors and errors.count("\n") == 1
+
+
+def test_a_response_without_a_trial_is_refused(capfd: pytest.CaptureFixture[str]):
+    assert main(["--response", "x", "run.steps=1"]) == 2
+    assert "--response: only with --try" in capfd.readouterr().err
