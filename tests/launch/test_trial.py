@@ -145,7 +145,7 @@ def test_an_environment_without_tools_takes_a_step_with_the_response(tried: Trie
     ("words", "message"),
     [
         (["--try=0"], "--try=0: give a number of rows, from 1"),
-        (["--try", "--response"], "--response: give the text of a response after it"),
+        (["--try", "--response"], "argument --response: expected one argument"),
         (["--try", "--dry-run"], "--try: it starts no run"),
         (["--try", "data.path=no.jsonl"], "data.path: no.jsonl does not exist"),
         (["--try", "rollout.engine=emulated", "trainer.engine=emulated"], "--try: rollout.engine=emulated"),
