@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from . import run
+from .config.device_defaults import with_device_defaults
 from .config.gpus import Gpus
 from .config.load import read_recipe
 from .processes.child import print_message
@@ -104,16 +105,14 @@ def _run(words: Sequence[str], parts: Sequence[str]) -> int:
 def _run_smollm2(words: Sequence[str], recipe: Recipe, *, is_dry_run: bool) -> int:
     """Print how long it will take, fetch the model, make the prompts, run, and show what the model learnt."""
     parts = smollm2_task.missing_parts(recipe)
-    further: list[str] = []
     if not is_dry_run:
         if "model.path" in parts and recipe.run.mode == "train":
-            chooses_type = not any(word.startswith("model.dtype=") for word in words)
-            further = smollm2_task.announce(recipe, chooses_type=chooses_type)
+            smollm2_task.announce(with_device_defaults(recipe, Gpus.of_this_host()))
         if "model.path" in parts:
             smollm2.fetch()
         if "data.path" in parts:
             addition.write_data(smollm2_task.data_folder(recipe.run.seed), recipe.run.seed)
-    further += [f"{name}={value}" for name, value in parts.items()]
+    further = [f"{name}={value}" for name, value in parts.items()]
     code = _run(words, further)
     if code == 0 and not is_dry_run and recipe.run.mode == "train":
         recipe = read_recipe(str(words[0]), [*words[1:], *further])

@@ -20,6 +20,7 @@ from ..comm.disk import REMEDY, describe_unwritable, is_unwritable
 from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError, StoreGone
 from ..comm.recipe import Recipe
+from .config.device_defaults import with_device_defaults
 from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
@@ -134,7 +135,7 @@ def _run(words: Sequence[str], unmade: Collection[str], *, is_rank: bool) -> int
         with sleeping_threads():
             from ..trainer.replay_run import replay_steps
 
-            return 1 if replay_steps(recipe) else 0
+            return 1 if replay_steps(with_device_defaults(recipe, Gpus.of_this_host())) else 0
     return _launch(recipe, arguments)
 
 

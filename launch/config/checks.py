@@ -198,11 +198,11 @@ def _check_cache(recipe: Recipe, policy: ModelFiles) -> None:
         return
     sizes = PolicySizes.of(read_config(policy.folder))
     # A fork needs two pages more.
-    least = sizes.cache_bytes(policy.context + 2 * PAGE_TOKENS, recipe.model.dtype) / recipe.rollout.tp / 1e9
+    least = sizes.cache_bytes(policy.context + 2 * PAGE_TOKENS, recipe.model.compute_type) / recipe.rollout.tp / 1e9
     if given < least:
         raise SettingError(
             f"generator.kv_gb: {given:g} GB does not hold one sequence of {policy.context} tokens, the context of model.path, in"
-            f" {recipe.model.dtype}; at least {least:.3g} GB are needed"
+            f" {recipe.model.compute_type}; at least {least:.3g} GB are needed"
         )
 
 
