@@ -12,7 +12,7 @@ from msgspec import structs
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from ...trainer.policy.checkpoint_files import find_checkpoint
+from ...trainer.policy.checkpoint_files import CONFIG, find_checkpoint
 from ..placement import place_ranks
 from .gpus import Gpus
 from .load import CONFIG_FILE, read_recipe
@@ -50,7 +50,7 @@ def with_slots(recipe: Recipe, gpus: Gpus, hosts: Sequence[int] = ()) -> Recipe:
     if recipe.generator.max_running is not None or recipe.is_emulated or not gpus.gb:
         return recipe
     try:
-        config = read_config(find_checkpoint(recipe.model.path))
+        config = read_config(find_checkpoint(recipe.model.path, [CONFIG]))
         slots = MemoryPlan(recipe, config, place_ranks(recipe.roles, hosts, recipe.rollout.tp), gpus).slots
     except SettingError:
         return recipe

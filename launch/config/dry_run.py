@@ -12,7 +12,7 @@ from ...comm.recipe import DataSettings, Recipe
 from ...relay.dataset.rows import JsonLines
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
-from ...trainer.policy.checkpoint_files import find_checkpoint
+from ...trainer.policy.checkpoint_files import CONFIG, find_checkpoint
 from ..cores import cores_of, ignored_threads, usable_cores
 from ..placement import Placement, place_ranks, staging_gpu, visible_devices
 from .device_defaults import slow_type, with_device_defaults, with_slots
@@ -65,7 +65,7 @@ class DryRun:
         refused: list[str] = []
         try:
             longest = longest_prompt(recipe, self.unmade) if self.gpus is None else None
-            config = read_config(find_checkpoint(recipe.model.path))
+            config = read_config(find_checkpoint(recipe.model.path, [CONFIG]))
             plan = MemoryPlan(recipe, config, places, self._present, longest)
         except SettingError as error:
             memory = [f"unknown: {error}"]

@@ -22,6 +22,7 @@ SMALL = {
 }  # fmt: skip
 CPU = Gpus()
 GPU = Gpus(("0",), 24)
+TWO = Gpus(("0", "1"), 24)
 
 
 @pytest.fixture
@@ -107,26 +108,26 @@ def test_the_recipe_of_a_run_has_the_values_that_its_devices_chose(tmp_path):
 
 
 def slots(folder, gpus: Gpus, *words: str, hosts: tuple[int, ...] = ()) -> int:
-    """`generator.max_running` of a policy of half a billion parameters on these GPUs, with responses of 8192 tokens."""
+    """`generator.max_running` of a policy of half a billion parameters on these GPUs, with responses of 16,384 tokens."""
     (folder / "config.json").write_text(json.dumps(SMALL))
-    recipe = read_recipe(None, [f"model.path={folder}", "sampling.max_new_tokens=8192", *words])
+    recipe = read_recipe(None, [f"model.path={folder}", "sampling.max_new_tokens=16384", *words])
     return with_slots(with_device_defaults(recipe, gpus), gpus, hosts).generator.num_slots
 
 
 def test_a_gpu_decodes_as_many_trajectories_as_its_cache_holds_longest_responses(tmp_path):
     cache = 0.85 * 24e9 - (1 << 30) - 2 * 494e6  # the share of the GPU without CUDA's context and the weights
-    row = 8192 * 24 * 2 * 128 * 2  # 24 layers, keys and values of 2 heads of 64, two bytes each
-    assert slots(tmp_path, GPU) == int(cache / row)
-    assert slots(tmp_path, GPU, "generator.kv_gb=1") == int(1e9 / row)
-    assert slots(tmp_path, GPU, "sampling.max_new_tokens=131072") == int(cache / (4 * row)), "at most the context"
-    assert slots(tmp_path, GPU, "roles.rollout=2") < slots(tmp_path, GPU) / 2 + 2, "two rollouts share the GPU"
-    assert slots(tmp_path, GPU, "generator.kv_gb=0.01") == 1
+    row = 16384 * 24 * 2 * 128 * 2  # 24 layers, keys and values of 2 heads of 64, two bytes each
+    assert slots(tmp_path, TWO) == int(cache / row)
+    assert slots(tmp_path, TWO, "generator.kv_gb=1") == int(1e9 / row)
+    assert slots(tmp_path, TWO, "sampling.max_new_tokens=131072") == int(cache / (2 * row)), "at most the context"
+    assert slots(tmp_path, TWO, "generator.kv_gb=0.01") == 1
+    assert slots(tmp_path, TWO, "sampling.max_new_tokens=64") == 128
+    assert slots(tmp_path, GPU) < slots(tmp_path, TWO) / 2, "the trainer is on the same GPU"
 
 
 def test_rollouts_on_two_hosts_do_not_share_a_gpu(tmp_path):
-    two = Gpus(("0", "1"), 24)
     roles = ("roles.actor=1", "roles.rollout=3", "roles.relay=2")
-    assert slots(tmp_path, two, *roles, hosts=(3, 3)) == slots(tmp_path, GPU)
+    assert slots(tmp_path, TWO, *roles, hosts=(3, 3)) == slots(tmp_path, TWO) > slots(tmp_path, TWO, *roles)
 
 
 @pytest.mark.parametrize("gpus", [CPU, Gpus(("0",), 0.0)])
@@ -141,7 +142,7 @@ def test_without_a_policy_the_number_of_a_cpu_stays():
 
 def test_a_dry_run_prints_the_type_and_the_number_for_the_gpus_that_it_is_for(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    words = [f"model.path={tmp_path}", "sampling.max_new_tokens=8192", "generator.gpu_share=0.3"]
+    words = [f"model.path={tmp_path}", "sampling.max_new_tokens=16384", "generator.gpu_share=0.3"]
     assert main([*words, "--dry-run", "--gpus=1x24"]) == 0
     text = capsys.readouterr().out
     assert "GB as bfloat16" in text and f"1 rollouts x {slots(tmp_path, GPU, words[2])} = " in text
