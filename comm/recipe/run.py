@@ -133,7 +133,7 @@ class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     path: str = ""
     """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/use/environments.md)."""
     tools: tuple[str, ...] = ()
-    """Python functions that the policy may call, each `FILE.py:FUNCTION` with type hints and a docstring."""
+    """Python functions that the policy may call, each `FILE.py:FUNCTION` or `package.module:FUNCTION`, with type hints and a docstring."""
     max_turns: Count = 16
     """Most turns of the policy in a trajectory."""
     timeout_s: Seconds = 30.0

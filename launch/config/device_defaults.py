@@ -84,5 +84,5 @@ def _type_of_run(recipe: Recipe) -> Literal["float32", "bfloat16"] | None:
         return None
     try:
         return read_recipe(Path(recipe.run.dir) / CONFIG_FILE).model.dtype
-    except SettingError:  # there is none, or it is of another version of the program
+    except SettingError:  # the file is missing, or another version of the program wrote it
         return None

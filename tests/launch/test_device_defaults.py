@@ -1,4 +1,4 @@
-"""What a recipe leaves to the devices: the compute type and the trajectories that are decoded together."""
+"""The settings that a recipe leaves to the devices: the compute type, and how many trajectories are decoded together."""
 
 import json
 

@@ -17,10 +17,11 @@ from headrace.launch.config.checks import check_function
 from headrace.launch.config.data_checks import check_data
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.signature_checks import check_reward_arguments, check_tools
-from headrace.launch.recipes.python_tool import python
+from headrace.launch.recipes import python_tool
 from headrace.launch.run import main
 from headrace.rollout.environments.tools import tool_schemas
 from headrace.rollout.rewards.function import has_ground_truth
+from headrace.rollout.rewards.sandbox import SandboxError, SandboxResult
 
 FOLDER = ROOT / "launch" / "recipes"
 NO_GPU = "# No GPU has run this recipe yet."
@@ -34,7 +35,7 @@ CONFIGS = {
     "Qwen/Qwen2.5-7B": (LARGE, (3584, 18944, 28, 28, 4)),
     "Qwen/Qwen2.5-32B": (LARGE, (5120, 27648, 64, 40, 8)),
 }
-"""What the `config.json` of each model of a recipe has about sizes."""
+"""The sizes in the `config.json` of each model of a recipe."""
 ON_GPUS = ["dapo-math-32b", "dapo-math-7b", "gsm8k", "gsm8k-lora-1.5b", "tools"]
 SYSTEM = {"role": "system", "content": read_recipe(FOLDER / "gsm8k.yaml").data.system_prompt}
 
@@ -118,15 +119,25 @@ def test_the_python_tool_is_a_tool_that_the_recipe_s_policy_can_call():
 
 
 @pytest.mark.parametrize(
-    ("code", "answer"),
+    ("result", "answer"),
     [
-        ("print(37 * 48)", "1776"),
-        ("x = 1", "The program printed nothing and ended with exit code 0."),
-        ("print('so far')\n1 / 0", "so far\nZeroDivisionError: division by zero"),
+        (SandboxResult(0, "1776\n", ""), "1776"),
+        (SandboxResult(0, "", ""), "The program printed nothing and ended with exit code 0."),
+        (SandboxResult(1, "so far\n", "Traceback\n  ...\nZeroDivisionError: division by zero\n"), "so far\nZeroDivisionError: division by zero"),
+        (SandboxResult(None, "so far\n", ""), "The program was ended after 10 seconds."),
+        (SandboxResult(0, "x" * 9999, ""), "x" * 2000),
     ],
-)
-def test_the_python_tool_returns_what_a_program_prints_and_its_error(code, answer):
-    assert python(code) == answer
+)  # fmt: skip
+def test_the_python_tool_returns_what_a_program_prints_and_its_error(result, answer, monkeypatch):
+    monkeypatch.setattr(python_tool, "run_python", lambda code, timeout_s: result)
+    assert python_tool.python("code") == answer
+
+
+def test_the_python_tool_runs_a_program():
+    try:
+        assert python_tool.python("print(37 * 48)") == "1776"
+    except SandboxError as error:
+        pytest.skip(f"this host has no sandbox: {error}")
 
 
 @pytest.mark.parametrize("path", ["headrace.launch.recipes.none:python", "headrace.launch.recipes.python_tool:none"])
