@@ -45,15 +45,15 @@ def with_device_defaults(recipe: Recipe, gpus: Gpus) -> Recipe:
 def with_slots(recipe: Recipe, gpus: Gpus, hosts: Sequence[int] = ()) -> Recipe:
     """The recipe with its `generator.max_running`, by the memory of the GPUs; `hosts` are the ranks on each.
 
-    It stays null, for the number of a CPU, without GPUs of a known size or without the policy's `config.json`.
+    It is that of a CPU without GPUs of a known size or without the policy's `config.json`.
     """
-    if recipe.generator.max_running is not None or recipe.is_emulated or not gpus.gb:
+    if recipe.generator.max_running is not None or recipe.is_emulated:
         return recipe
-    try:
-        config = read_config(find_checkpoint(recipe.model.path, [CONFIG]))
-        slots = MemoryPlan(recipe, config, place_ranks(recipe.roles, hosts, recipe.rollout.tp), gpus).slots
-    except SettingError:
-        return recipe
+    slots = recipe.generator.num_slots
+    with suppress(SettingError):
+        if gpus.gb:
+            config = read_config(find_checkpoint(recipe.model.path, [CONFIG]))
+            slots = MemoryPlan(recipe, config, place_ranks(recipe.roles, hosts, recipe.rollout.tp), gpus).slots
     return structs.replace(recipe, generator=structs.replace(recipe.generator, max_running=slots))
 
 
