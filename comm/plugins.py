@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,16 @@ def load_object(setting: str, path: str) -> Any:
     if not hasattr(module, name):
         raise SettingError(f"{setting}: {home} has no {name}")
     return getattr(module, name)
+
+
+def source_file(home: str) -> Path:
+    """The file behind the part of a path before its colon: that file, or the source of a module, of which only the packages are imported."""
+    if not home.endswith(".py"):
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(home)
+            if spec is not None and spec.origin is not None:
+                return Path(spec.origin)
+    return Path(home)
 
 
 def process_function(setting: str, engine: str) -> Callable[..., Any] | None:

@@ -26,7 +26,6 @@ GPU_THREADS = 4
 _THREADED = ("actor", "rollout", "shard", "reference")
 _CGROUPS = Path("/sys/fs/cgroup")
 _TOPOLOGY = Path("/sys/devices/system/cpu")
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +124,6 @@ def ignored_threads(cores: Cores) -> Iterator[str]:
             f"{NUM_THREADS}={wanted} of the environment has no effect on the processes of a run; they have"
             f" {', '.join(f'{role} {threads}' for role, threads in chosen.items())}: set trainer.threads and rollout.threads to change that"
         )
-
-
-def slow_type(dtype: str, cpu_info: Path = _CPU_INFO) -> Iterator[str]:
-    """A warning if this CPU has no fast bfloat16 matrix product: on an x86 with only AVX2, PyTorch uses plain loops."""
-    flags = next((line.split() for line in cpu_info.read_text().splitlines() if line.startswith("flags")), [])
-    if dtype == "bfloat16" and "avx2" in flags and "avx512bw" not in flags:
-        yield "model.dtype=bfloat16 is more than ten times slower than float32 on this CPU (no AVX-512): set model.dtype=float32"
 
 
 def usable_cores() -> int:

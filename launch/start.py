@@ -11,6 +11,7 @@ from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .config.arguments import Arguments
+from .config.device_defaults import with_device_defaults
 from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
@@ -59,7 +60,7 @@ def start(arguments: Arguments) -> int:
         return 0
     if dry_run is None and recipe.run.mode == "train":
         _say_what_starts(file, recipe)
-    made = parts.add(file, recipe, arguments.overrides, is_dry_run=arguments.is_dry_run)
+    made = parts.add(file, recipe, is_dry_run=arguments.is_dry_run)
     overrides = [*arguments.overrides, *made.settings]
     recipe = _read_here(file, overrides, hosts)
     if dry_run is not None:
@@ -71,7 +72,7 @@ def start(arguments: Arguments) -> int:
         with sleeping_threads():
             from ..trainer.replay_run import replay_steps
 
-            return 1 if replay_steps(recipe) else 0
+            return 1 if replay_steps(with_device_defaults(recipe, Gpus.of_this_host())) else 0
     code = _launch(recipe, hosts, file, overrides, with_trace=arguments.with_trace)
     if code == 0:
         parts.show_result(file, recipe)
@@ -86,7 +87,7 @@ def _try(arguments: Arguments, file: str | None) -> int:
 
     trial = Trial.of(arguments.num_tried or "", arguments.response)
     recipe = read_recipe(file, arguments.overrides)
-    made = parts.add(file, recipe, arguments.overrides, is_dry_run=False)
+    made = parts.add(file, recipe, is_dry_run=False)
     return trial.run(read_recipe(file, [*arguments.overrides, *made.settings]))
 
 

@@ -62,7 +62,7 @@ class Rollout:
         transfers: Transfers | None = None,
     ) -> None:
         self.generator = generator
-        self.max_running = recipe.generator.max_running
+        self.max_running = recipe.generator.num_slots
         """The number of trajectories up to which it requests leases."""
         self._fleet = fleet
         self._recipe = recipe

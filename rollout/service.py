@@ -43,7 +43,7 @@ class GeneratorService:
         self._leases = HeldLeases(self._mailbox, fleet.incarnation, recipe.batch.samples_per_prompt, pacing)
         self._storage = ReplicatedRows(fleet)
         self._row_writer = RowWriter(self._mailbox, self._storage, self._deadline_s)
-        policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
+        policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=False)
         self._vocab_size = policy.vocab_size
         shapes = policy.weights()
         self._layout = Layout.of(shapes, policy.dtype, recipe.rollout.tp, splits_for(shapes, policy.config))

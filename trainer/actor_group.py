@@ -117,7 +117,7 @@ class ActorGroup:
             lora = recipe.lora
             if lora.rank:
                 # The weights below are rounded as those of the rollouts.
-                base = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
+                base = torch.bfloat16 if recipe.model.compute_type == "bfloat16" else torch.float32
                 start = None
                 if lora.path:
                     shapes = adapter_shapes(target_layers(policy.model, lora.targets), lora.rank)

@@ -30,8 +30,8 @@ def packed_hidden(policy: "Policy", batch: PackedBatch, dtype: str) -> Tensor:
 
 def packed_logprobs(policy: "Policy", batch: PackedBatch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each response token, [R] each, at the temperature of sampling."""
-    hidden = packed_hidden(policy, batch, recipe.model.dtype)
-    half = torch.bfloat16 if recipe.model.dtype == "bfloat16" else None
+    hidden = packed_hidden(policy, batch, recipe.model.compute_type)
+    half = torch.bfloat16 if recipe.model.compute_type == "bfloat16" else None
     return policy.token_logprobs(hidden, batch.targets, recipe.sampling.temperature or 1.0, half)
 
 

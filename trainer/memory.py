@@ -169,7 +169,11 @@ def actor_memory(
     moments = _MOMENTS[recipe.optimizer.name]
     # Below an adapter, weights are in the type that the rollouts have, and nothing else of them is kept.
     adapted = sum(wide * high for wide, high in sizes.adapted(lora))
-    frozen = 4 * sizes.num_parameters - (4 - BYTES[recipe.model.dtype]) * sizes.num_layers * adapted if lora.rank else 0
+    frozen = (
+        4 * sizes.num_parameters - (4 - BYTES[recipe.model.compute_type]) * sizes.num_layers * adapted
+        if lora.rank
+        else 0
+    )
     share = (sizes.adapter_parameters(lora) if lora.rank else sizes.num_parameters) / ranks
     weights = frozen / ranks + 4 * share
     states: dict[str, float] = {"weights": weights, "gradients": 4 * share, "moments": moments * share}
@@ -182,7 +186,7 @@ def actor_memory(
     is_sharded = actors > 1 or recipe.trainer.offload
     host = {
         # Steps without a GPU are so long that a version has left before the next one.
-        "published weights": sizes.version_bytes(lora, recipe.model.dtype) / actors * (2 if on_gpu else 1),
+        "published weights": sizes.version_bytes(lora, recipe.model.compute_type) / actors * (2 if on_gpu else 1),
         CHECKPOINT_PARTS[0]: (4 + moments) * share,
         # Of rank 0, where the copy for the checkpoint does not have it whole.
         CHECKPOINT_PARTS[1]: 4.0 * sizes.num_parameters if is_sharded or lora.rank else 0.0,
@@ -201,7 +205,7 @@ def _micro_batch(
     sizes: PolicySizes, recipe: Recipe, tokens: int, *, checkpointing: bool, is_sharded: bool, on_gpu: bool
 ) -> dict[str, float]:
     """The memory of a micro-batch on one rank of the trainer, in addition to the states."""
-    half = recipe.model.dtype == "bfloat16"
+    half = recipe.model.compute_type == "bfloat16"
     adapted = [wide * high for wide, high in sizes.adapted(recipe.lora)]
     trained = not recipe.lora.rank
     gradients = 4 if trained else 0
@@ -236,12 +240,12 @@ def rollout_memory(
     from its first use on, and pages of ended
     trajectories are kept for their prompts.
     """
-    size = BYTES[recipe.model.dtype]
+    size = BYTES[recipe.model.compute_type]
     tp = recipe.rollout.tp
     generator = recipe.generator
     weights = (sizes.num_layers * sizes.layer_parameters / tp + sizes.other_parameters) * size
-    row = sizes.cache_bytes(row_tokens, recipe.model.dtype) / tp
-    cache = generator.max_running * row
+    row = sizes.cache_bytes(row_tokens, recipe.model.compute_type) / tp
+    cache = generator.num_slots * row
     if not on_gpu:
         rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt / max(1, recipe.num_replicas)
         # Pages that are kept make room for running ones, each in a range of its own.
@@ -253,14 +257,14 @@ def rollout_memory(
     device = {"weights": weights, "key-value cache": cache}
     host: dict[str, float] = {}
     if recipe.lora.rank:
-        host["received version"] = sizes.version_bytes(recipe.lora, recipe.model.dtype)
+        host["received version"] = sizes.version_bytes(recipe.lora, recipe.model.compute_type)
         adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora))
         host["base weights under the adapter"] = sizes.num_layers * adapted * size / tp
     elif on_gpu:
         host["received version"] = weights
     if not on_gpu:
         prefill = 4.0 * generator.prefill_tokens * (16 * sizes.hidden + 12 * sizes.mlp)
-        head = 4.0 * sizes.vocab * (_LOGITS * generator.max_running + (sizes.hidden if size == 2 else 0))
+        head = 4.0 * sizes.vocab * (_LOGITS * generator.num_slots + (sizes.hidden if size == 2 else 0))
         # A CPU multiplies in fp32.
         device |= {"prefill": prefill, "LM head": head, "heap fragmentation": _HOLES * (prefill + head)}
     return MemoryEstimate(device, host | {PROCESS: TRANSFORMERS_BYTES})

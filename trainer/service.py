@@ -51,7 +51,7 @@ class TrainerService:
         steps = range(recipe.run.steps)
         deadline_s = recipe.comm.deadline_s
         self._stream = ExperienceStream(self._mailbox, self._storage, [TRAIN], steps=steps, deadline_s=deadline_s)
-        policy = load_policy(recipe.model.path, recipe.model.dtype, weights=False)
+        policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=False)
         shapes = policy.weights()
         self._names = list(shapes)
         layout = Layout.of(shapes, policy.dtype, recipe.rollout.tp, splits_for(shapes, policy.config))

@@ -32,8 +32,8 @@ class SamplingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`generator.*`: the engine of one rollout."""
 
-    max_running: Count = 32
-    """Trajectories that are decoded together."""
+    max_running: Count | None = None
+    """Trajectories that are decoded together. Null is 32 on a CPU; on a GPU as many of the longest responses as the KV cache holds, at most 128."""
     kv_gb: NotNegative | None = None
     """GB of the KV cache. Null is the rest of `gpu_share`; on a CPU what `max_running` trajectories need, at most half of the free memory."""
     gpu_share: SomeShare = 0.85
@@ -44,6 +44,11 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Make the log-probabilities of generator and trainer equal bit for bit (Llama, Qwen2, Qwen3, Mistral, Phi-3)."""
     attention: str = "auto"
     """Attention backend of decoding: `auto`, or the name of one (docs/use/generator.md)."""
+
+    @property
+    def num_slots(self) -> int:
+        """`max_running`, or the default of CPUs; the start of a run has set it for GPUs."""
+        return self.max_running or 32
 
 
 class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -53,8 +53,13 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     path: str = ""
     """Folder or Hugging Face Hub id of a decoder-only checkpoint with its tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute type of generator and trainer."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Compute type of generator and trainer. Null is bfloat16 on GPUs and on CPUs with instructions for it (AMX, AVX-512 BF16, Arm BF16), else float32."""
+
+    @property
+    def compute_type(self) -> Literal["float32", "bfloat16"]:
+        """`dtype`, or float32, the type of any device; the start of a run has set it for the devices of the run."""
+        return self.dtype or "float32"
 
 
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,7 +154,7 @@ class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     path: str = ""
     """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/use/environments.md)."""
     tools: tuple[str, ...] = ()
-    """Python functions that the policy may call, each `FILE.py:FUNCTION` with type hints and a docstring."""
+    """Python functions that the policy may call, each `FILE.py:FUNCTION` or `package.module:FUNCTION`, with type hints and a docstring."""
     max_turns: Count = 16
     """Most turns of the policy in a trajectory."""
     timeout_s: Seconds = 30.0

@@ -24,7 +24,7 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
     from ...trainer.policy.lora import adapter_shapes, target_layers
     from ...trainer.policy.model import load_policy
 
-    policy = load_policy(folder, recipe.model.dtype, weights=False)
+    policy = load_policy(folder, recipe.model.compute_type, weights=False)
     layers = target_layers(policy.model, lora.targets)
     if lora.path:
         shapes = adapter_shapes(layers, lora.rank)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from ...comm.environment import JOINING
 from ...comm.errors import SettingError
-from ...comm.plugins import load_object
+from ...comm.plugins import load_object, source_file
 from ...comm.recipe import (
     AlgorithmSettings,
     CommSettings,
@@ -202,11 +202,11 @@ def _check_cache(recipe: Recipe, policy: ModelFiles) -> None:
         return
     sizes = PolicySizes.of(read_config(policy.folder))
     # A fork needs two pages more.
-    least = sizes.cache_bytes(policy.context + 2 * PAGE_TOKENS, recipe.model.dtype) / recipe.rollout.tp / 1e9
+    least = sizes.cache_bytes(policy.context + 2 * PAGE_TOKENS, recipe.model.compute_type) / recipe.rollout.tp / 1e9
     if given < least:
         raise SettingError(
             f"generator.kv_gb: {given:g} GB does not hold one sequence of {policy.context} tokens, the context of model.path, in"
-            f" {recipe.model.dtype}; at least {least:.3g} GB are needed"
+            f" {recipe.model.compute_type}; at least {least:.3g} GB are needed"
         )
 
 
@@ -321,11 +321,12 @@ def check_rewards(settings: RewardSettings) -> None:
 
 def check_function(setting: str, path: str, form: str = "FILE.py:FUNCTION") -> None:
     """`FILE.py:FUNCTION` names a Python file that binds this name; the file is read but not run."""
-    file, colon, function = _given(setting, path, form).rpartition(":")
+    home, colon, function = _given(setting, path, form).rpartition(":")
     if not colon or not function.isidentifier():
         raise SettingError(f"{setting}: {path!r} is not of the form {form}")
+    file = source_file(home)
     try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"), filename=file)
+        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except OSError as error:
         raise SettingError(f"{setting}: cannot read {file}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:

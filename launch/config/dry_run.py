@@ -12,12 +12,13 @@ from ...comm.recipe import DataSettings, Recipe
 from ...relay.dataset.rows import JsonLines
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
-from ...trainer.policy.checkpoint_files import find_checkpoint
-from ..cores import cores_of, ignored_threads, slow_type, usable_cores
+from ...trainer.policy.checkpoint_files import CONFIG, find_checkpoint
+from ..cores import cores_of, ignored_threads, usable_cores
 from ..placement import Placement, place_ranks, staging_gpu, visible_devices
+from .device_defaults import slow_type, with_device_defaults, with_slots
 from .gpus import Gpus
 from .load import recipe_yaml
-from .memory_plan import MemoryPlan, with_micro_tokens
+from .memory_plan import MemoryPlan
 from .model_files import read_config
 from .prompt_lengths import longest_prompt
 from .run_checkpoints import start_lines
@@ -40,7 +41,7 @@ class DryRun:
         """Print the plan, then check the recipe as its start does; returns warnings. Raises `SettingError`."""
         from .checks import check_family, check_recipe, check_settings
 
-        recipe = with_micro_tokens(recipe, self._present)
+        recipe = with_slots(with_device_defaults(recipe, self._present), self._present, self.hosts)
         text, refused = self.plan(recipe)
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -66,7 +67,7 @@ class DryRun:
         refused: list[str] = []
         try:
             longest = longest_prompt(recipe, self.unmade) if self.gpus is None else None
-            config = read_config(find_checkpoint(recipe.model.path))
+            config = read_config(find_checkpoint(recipe.model.path, [CONFIG]))
             plan = MemoryPlan(recipe, config, places, self._present, longest)
         except SettingError as error:
             memory = [f"unknown: {error}"]
@@ -102,7 +103,7 @@ def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
     cores = cores_of(recipe, [place.role for place in places], has_gpus=bool(gpus.names))
     warnings = [*ignored_threads(cores)]
     if not gpus.names and not recipe.is_emulated:
-        warnings += slow_type(recipe.model.dtype)
+        warnings += slow_type(recipe.model.compute_type)
     try:
         config = read_config(find_checkpoint(recipe.model.path))
         plan = MemoryPlan(recipe, config, places, gpus, longest_prompt(recipe))
@@ -142,8 +143,8 @@ def _batch(recipe: Recipe) -> Iterator[str]:
     yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
     yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe.data, recipe.run.steps * prompts)}"
     yield f"queue of {ahead} groups = {ahead * samples} trajectories{then}; staleness {bound}"
-    running = recipe.num_replicas * recipe.generator.max_running
-    yield f"{recipe.num_replicas} rollouts x {recipe.generator.max_running} = {running} trajectories decoded together"
+    running = recipe.num_replicas * recipe.generator.num_slots
+    yield f"{recipe.num_replicas} rollouts x {recipe.generator.num_slots} = {running} trajectories decoded together"
 
 
 def _epochs(settings: DataSettings, num_groups: int) -> str:

@@ -29,8 +29,6 @@ from .memory_advice import advice
 from .prompt_lengths import PromptLength
 
 _GB = 1e9
-_HOST_MICRO_TOKENS = 2048
-"""`optimizer.micro_tokens` of a host without a GPU: more cost much memory there and gain little time (docs/develop/log.md)."""
 _CONTEXT_BYTES = 1 << 30
 """CUDA's context, its libraries' workspaces and what the allocator loses to fragmentation."""
 _ROW_BYTES = 32
@@ -45,6 +43,8 @@ _REWARD_BYTES = 0.015e9
 """More if the user's file imports more."""
 _REWARD_PROCESSES = 2
 _LIBRARIES_BYTES = 0.12e9
+_MOST_SLOTS = 128
+"""More decode hardly more tokens/s, and the logits of a vocabulary of 150,000 would need more than `_CONTEXT_BYTES` while tokens are drawn."""
 _STATES = (
     "weights",
     "gradients",
@@ -56,13 +56,6 @@ _STATES = (
     PROCESS,
 )
 """The parts that a process holds all the time, whatever the data are."""
-
-
-def with_micro_tokens(recipe: Recipe, gpus: Gpus) -> Recipe:
-    """The recipe with its `optimizer.micro_tokens`, which depends on whether the trainer has GPUs."""
-    if recipe.optimizer.micro_tokens is not None or recipe.is_emulated or gpus.names:
-        return recipe
-    return structs.replace(recipe, optimizer=structs.replace(recipe.optimizer, micro_tokens=_HOST_MICRO_TOKENS))
 
 
 class MemoryPlan:
@@ -90,8 +83,8 @@ class MemoryPlan:
         """Bytes of each rollout on a GPU: its part of `generator.gpu_share`, where most processes share one; 0 if unknown."""
         room = self._part - _CONTEXT_BYTES if gpus.gb else None
         on_gpu = bool(gpus.names)
-        dtype = recipe.model.dtype
-        context = int(config.get("max_position_embeddings") or 0)
+        dtype = recipe.model.compute_type
+        context = self._context = int(config.get("max_position_embeddings") or 0)
         wanted = recipe.sampling.max_new_tokens
         tokens = context if longest is None else longest.row_tokens(recipe.environment, wanted, context)
         self.row_tokens = tokens
@@ -116,6 +109,17 @@ class MemoryPlan:
                 {PROCESS: TRANSFORMERS_BYTES},
             ),
         }
+
+    @property
+    def slots(self) -> int:
+        """`generator.max_running` of a GPU: the number of longest responses in the cache of a rollout, from 1 to `_MOST_SLOTS`.
+
+        Prompts, which come to this, and most responses, which are shorter, are taken to be about equal. A cache that gets full preempts.
+        """
+        longest = self._recipe.sampling.max_new_tokens
+        length = min(longest, self._context or longest)
+        each = self.sizes.cache_bytes(length, self._recipe.model.compute_type) / self._recipe.rollout.tp
+        return max(1, min(_MOST_SLOTS, int(self.needs["rollout"].device["key-value cache"] / each)))
 
     @staticmethod
     def micro_tokens(recipe: Recipe, config: Mapping[str, Any], places: Sequence[Placement], gpus: Gpus) -> int:
@@ -143,7 +147,7 @@ class MemoryPlan:
 
     def lines(self) -> Iterator[str]:
         """A row for each role, for each host, and for GPUs that carry the same roles."""
-        dtype = self._recipe.model.dtype
+        dtype = self._recipe.model.compute_type
         lora = self._recipe.lora
         total = self.sizes.num_parameters
         yield f"{total:,} parameters, {total * BYTES[dtype] / _GB:,.3f} GB as {dtype}"

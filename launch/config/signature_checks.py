@@ -8,10 +8,10 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...comm.errors import SettingError
+from ...comm.plugins import source_file
 from ...comm.recipe import EnvironmentSettings, RewardSettings
 from ...comm.recipe.run import is_address
 from ...rollout.environments.tools import RESERVED
@@ -70,8 +70,9 @@ def _arguments_in(path: str) -> _Arguments | None:
 
 def _definition(path: str) -> ast.stmt | None:
     """The statement that binds the name in `FILE.py:NAME`, if no other statement of the file binds it too."""
-    file, _, name = path.rpartition(":")
-    body = ast.parse(Path(file).read_text(encoding="utf-8"), filename=file).body
+    home, _, name = path.rpartition(":")
+    file = source_file(home)
+    body = ast.parse(file.read_text(encoding="utf-8"), filename=str(file)).body
     found = [node for node in body if getattr(node, "name", None) == name]
     others = {each.id for node in body for each in ast.walk(node) if isinstance(each, ast.Name) and _is_set(each)}
     return found[0] if len(found) == 1 and name not in others else None

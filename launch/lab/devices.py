@@ -41,7 +41,7 @@ class Devices:
     @property
     def own(self) -> Knobs:
         """The split of the recipe."""
-        return Knobs(self.recipe.roles.rollout, self.recipe.generator.max_running)
+        return Knobs(self.recipe.roles.rollout, self.recipe.generator.num_slots)
 
     @property
     def balanced(self) -> Knobs:
@@ -49,7 +49,7 @@ class Devices:
         recipe = self.recipe
         e = lab_of(self.recipe.lab)
         longest = recipe.sampling.max_new_tokens
-        most = recipe.generator.max_running
+        most = recipe.generator.num_slots
         lengths = [response_length(recipe.run.seed, number, e, longest) for number in range(SAMPLE)]
         response = fmean(lengths)
         in_cache = e.prompt_tokens + fmean(length**2 for length in lengths) / 2 / response

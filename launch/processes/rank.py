@@ -15,10 +15,10 @@ from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
+from ..config.device_defaults import with_device_defaults, with_slots
 from ..config.dry_run import DryRun, check_host
 from ..config.gpus import Gpus
 from ..config.load import read_recipe, save_recipe
-from ..config.memory_plan import with_micro_tokens
 from ..config.run_checkpoints import start_lines
 from ..config.run_folder import SUMMARY_FILE, lock_run_folder, make_run_folder
 from ..hosts import ranks_of_hosts
@@ -67,7 +67,7 @@ def run_rank(
                 tell_finished(step)
             return 0
         does_launch = is_first and (LAUNCHER not in os.environ or has_other_hosts())
-        with prepare(recipe) if does_launch else nullcontext():
+        with prepare(recipe, hosts) if does_launch else nullcontext():
             is_known = is_first
             _prepare_host(Path(recipe.run.dir), is_first=is_first)
             exit_code = supervise(recipe, "" if is_first else _find_store(Path(recipe.run.dir)))
@@ -78,15 +78,18 @@ def run_rank(
     return exit_code
 
 
-def prepare(recipe: Recipe) -> IO[bytes]:
-    """Check the recipe and make the run folder ready for the processes of the run. Raises `SettingError`.
+def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
+    """Check the recipe and make the run folder ready for the processes of the run. `hosts` are the ranks on each, by default on one.
+    Raises `SettingError`.
 
     Returns the folder's lock. Whoever starts a run holds it until the run has ended.
     """
     from ..config.checks import check_recipe, check_run_folder
 
-    recipe = with_micro_tokens(recipe, Gpus.of_this_host())
+    gpus = Gpus.of_this_host()
+    recipe = with_device_defaults(recipe, gpus)
     warnings = check_recipe(recipe)
+    recipe = with_slots(recipe, gpus, hosts)
     on_host, planned = check_host(recipe)
     run_dir = Path(recipe.run.dir)
     lock = lock_run_folder(make_run_folder(run_dir))

@@ -5,12 +5,14 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from ...comm.recipe import Recipe
+from ..config.device_defaults import with_device_defaults
+from ..config.gpus import Gpus
 from ..processes.child import print_message
 from . import addition, calculator, smollm2, smollm2_task, sort_digits
 from .names import FOLDER
@@ -72,13 +74,13 @@ class Parts(NamedTuple):
     """The settings whose files a dry run has not made."""
 
 
-def add(file: str | None, recipe: Recipe, overrides: Sequence[str], *, is_dry_run: bool) -> Parts:
-    """The parts that a recipe of this folder, read with `overrides`, lacks; made unless `is_dry_run`. Other recipes get none."""
+def add(file: str | None, recipe: Recipe, *, is_dry_run: bool) -> Parts:
+    """The parts that a recipe of this folder lacks; made unless `is_dry_run`. Other recipes get none."""
     path = Path(file or "")
     if path not in (*TASKS, SMOLLM2):
         return Parts()
     if path == SMOLLM2:
-        settings = _parts_of_smollm2(recipe, overrides, is_dry_run=is_dry_run)
+        settings = _parts_of_smollm2(recipe, is_dry_run=is_dry_run)
     else:
         settings = missing_parts(recipe, TASKS[path], is_dry_run=is_dry_run)
     made = (part.partition("=") for part in settings)
@@ -91,19 +93,17 @@ def show_result(file: str | None, recipe: Recipe) -> None:
         smollm2_task.show_progress(Path(recipe.run.dir), recipe.eval)
 
 
-def _parts_of_smollm2(recipe: Recipe, overrides: Sequence[str], *, is_dry_run: bool) -> list[str]:
+def _parts_of_smollm2(recipe: Recipe, *, is_dry_run: bool) -> list[str]:
     """Print how long the run will take, fetch the model, and make the prompts."""
     parts = smollm2_task.missing_parts(recipe)
-    further: list[str] = []
     if not is_dry_run:
         if "model.path" in parts and recipe.run.mode == "train":
-            chooses_type = not any(word.startswith("model.dtype=") for word in overrides)
-            further = smollm2_task.announce(recipe, chooses_type=chooses_type)
+            smollm2_task.announce(with_device_defaults(recipe, Gpus.of_this_host()))
         if "model.path" in parts:
             smollm2.fetch()
         if "data.path" in parts:
             addition.write_data(smollm2_task.data_folder(recipe.run.seed), recipe.run.seed)
-    return [*further, *(f"{name}={value}" for name, value in parts.items())]
+    return [f"{name}={value}" for name, value in parts.items()]
 
 
 def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], *, is_dry_run: bool) -> list[str]:

@@ -50,26 +50,21 @@ def data_folder(seed: int) -> Path:
     return Path("runs") / "smollm2-data" / f"seed-{seed}"
 
 
-def announce(recipe: Recipe, *, chooses_type: bool) -> list[str]:
-    """Measure this machine and print how long the run will take. Returns further settings: the faster type, with `chooses_type`."""
-    speed = step_speed.measured()
-    dtype = recipe.model.dtype
-    if dtype not in speed:
-        return []
-    further: list[str] = []
-    if chooses_type and dtype == "bfloat16" and speed["float32"] < speed[dtype]:
-        dtype = "float32"
-        further = ["model.dtype=float32"]
-        print_message("this machine computes faster in float32 than in bfloat16: model.dtype=float32")
+def announce(recipe: Recipe) -> None:
+    """Measure this machine and print how long the run will take in the type of the recipe."""
+    seconds_of = step_speed.measured()
+    dtype = recipe.model.compute_type
+    if dtype not in seconds_of:
+        return
+    speed = seconds_of[dtype]
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     share = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt / 128
-    step_s = STEP_UNITS * share * speed[dtype] / cores
-    seconds = START_S + EVALUATION_UNITS * speed[dtype] / cores + recipe.run.steps * step_s
+    step_s = STEP_UNITS * share * speed / cores
+    seconds = START_S + EVALUATION_UNITS * speed / cores + recipe.run.steps * step_s
     print_message(
         f"{recipe.run.steps} steps of about {step_s:.0f} s on the {cores} cores of this machine, and two evaluations: about"
         f" {max(1, round(seconds / 60))} min. The line of each step says how long the rest will take"
     )
-    return further
 
 
 def show_progress(run_dir: Path, settings: EvalSettings) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ...comm.errors import SettingError
+from ...comm.errors import HeadraceError, SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import EnvironmentSettings
 from .base import Messages, StepResult
@@ -89,7 +89,7 @@ class ToolEnvironment:
     """The environment of tools: each turn's calls one after the other, until a turn has none.
 
     owner: the user's environment whose methods the tools are, or None. Its attribute `reward` is the reward so far, if it has one.
-    A tool that raises gives its error to the policy as the result.
+    A tool that raises gives its error to the policy as the result; a `HeadraceError`, a fault of the host, fails the trajectory.
     """
 
     def __init__(self, tools: Sequence[Tool], owner: Any = None) -> None:
@@ -144,6 +144,8 @@ class ToolEnvironment:
         try:
             by_name = isinstance(arguments, dict)
             result = await (call(tool, **arguments) if by_name else call(tool, *arguments))
+        except HeadraceError:  # such as a host without a sandbox, which is no mistake of the policy's
+            raise
         except Exception as error:  # noqa: BLE001 - the policy learns from the errors of its calls
             return json.dumps({"error": f"{type(error).__name__}: {error}"}, ensure_ascii=False)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

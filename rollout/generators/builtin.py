@@ -114,11 +114,11 @@ def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, En
     g = recipe.generator
     device = default_device()
     replica = TensorParallelGroup.join(fleet, recipe.rollout.tp, device, recipe.comm.deadline_s)
-    policy = load_policy(recipe.model.path, recipe.model.dtype, weights=recipe.lora.rank > 0)
+    policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=recipe.lora.rank > 0)
     weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.tensor_parallel, device, recipe.lora)
     engine = Engine(
         policy,
-        max_running=g.max_running,
+        max_running=g.num_slots,
         seed=recipe.run.seed,
         kv_gb=g.kv_gb,
         exact=g.exact,

@@ -51,13 +51,13 @@ class TransformersGenerator:
             raise SettingError("rollout.engine=transformers supports neither generator.exact nor rollout.tp")
         self._data = recipe.data
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.policy = load_policy(recipe.model.path, recipe.model.dtype, weights=recipe.lora.rank > 0)
+        self.policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=recipe.lora.rank > 0)
         self.weights = RolloutWeights(
             fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device(), lora=recipe.lora
         )
         self.policy.model.set_attn_implementation("sdpa")
         self.context = self.policy.context
-        self.max_running = recipe.generator.max_running
+        self.max_running = recipe.generator.num_slots
         self.kv_capacity = self.max_running * self.context
         vector_bytes = self.policy.head_dim * self.policy.dtype.itemsize
         self.kv_token_bytes = 2 * self.policy.num_layers * self.policy.num_kv_heads * vector_bytes

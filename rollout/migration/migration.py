@@ -84,7 +84,7 @@ class Migration:
         self._leases = leases
         self._is_enabled = recipe.repack.enabled and generator.can_migrate
         self._keeps_groups = recipe.reward.batch == "group"
-        self._max_batch = recipe.generator.max_running
+        self._max_batch = recipe.generator.num_slots
         self._trace = trace
         self._seconds = trace.clock.now
         self._deadlines = deadlines or MoveDeadlines()

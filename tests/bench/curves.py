@@ -213,7 +213,7 @@ def peer_settings(cell: Cell, home: Path, recipe: Recipe) -> dict[str, object]:
         "gradient_accumulation_steps": num_rows // _PEER_ROWS, "num_generations": recipe.batch.samples_per_prompt,
         "max_completion_length": recipe.sampling.max_new_tokens, "adam_beta1": recipe.optimizer.beta1,
         "adam_beta2": recipe.optimizer.beta2, "max_grad_norm": recipe.optimizer.max_grad_norm,
-        "bf16": recipe.model.dtype == "bfloat16", "logging_strategy": "steps", "logging_steps": 1,
+        "bf16": recipe.model.compute_type == "bfloat16", "logging_strategy": "steps", "logging_steps": 1,
         "save_strategy": "steps", "save_steps": recipe.checkpoint.every, "save_only_model": True,
     }  # fmt: skip
 

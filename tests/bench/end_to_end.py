@@ -119,7 +119,7 @@ def slow_environments(name: str, options: Options) -> list[Measurement]:
 def _busy_share(folder: Path, environment: str) -> float:
     """Of the one rollout of a run, between its second version and its last one. A turn has 16 tokens on average."""
     settings: dict[str, object] = {
-        "run.dir": folder / environment, "run.steps": _TURN_STEPS, "model.path": folder / "policy",
+        "run.dir": folder / environment, "run.steps": _TURN_STEPS, "model.path": folder / "policy", "model.dtype": "float32",
         "run.schedule": "partial", "data.path": folder / "prompts.jsonl", "roles.rollout": 1,
         "trainer.engine": f"{folder / 'rooms.py'}:trainer", "environment.path": f"{folder / 'rooms.py'}:{environment}",
         "environment.max_turns": _TURNS, "batch.prompts_per_step": _ENVIRONMENTS // _SAMPLES,
@@ -146,7 +146,7 @@ def _on_cores(count: int) -> Iterator[None]:
 
 def _ours(folder: Path) -> float:
     settings: dict[str, object] = {
-        "run.dir": folder / "run", "run.steps": _STEPS, "model.path": folder / "policy",
+        "run.dir": folder / "run", "run.steps": _STEPS, "model.path": folder / "policy", "model.dtype": "float32",
         "data.path": folder / "prompts.jsonl", "reward.path": f"{folder / 'reward.py'}:reward",
         "batch.prompts_per_step": _PROMPTS, "batch.samples_per_prompt": _SAMPLES,
         "sampling.max_new_tokens": _NEW_TOKENS, "optimizer.lr": 1e-4, "generator.max_running": _PROMPTS * _SAMPLES,

@@ -59,7 +59,7 @@ class Answer:
 def evaluate(recipe: Recipe, weights: Path) -> dict[str, float]:
     """The mean of each reward function over the greedy answers to all rows of `data.path`."""
     tokenizer = load_tokenizer(recipe.model.path)
-    engine = Engine(weights, recipe.model.dtype, _RUNNING, tokenizer=tokenizer)
+    engine = Engine(weights, recipe.model.compute_type, _RUNNING, tokenizer=tokenizer)
     return asyncio.run(_answered(recipe, engine, tokenizer))
 
 

@@ -18,7 +18,6 @@ from headrace.launch.cores import (
     ignored_threads,
     is_small,
     num_cores,
-    slow_type,
     usable_cores,
 )
 from headrace.launch.run import main
@@ -178,19 +177,3 @@ def test_a_dry_run_prints_the_threads_of_each_process(capsys):
     main(["--dry-run", "trainer.threads=5", "rollout.threads=1", f"model.path={STORIES}"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[-2:] for line in lines if line[:1] == ["rank"]] == [["5", "threads"], ["1", "thread"], ["1", "thread"]]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "info", "is_slow"),
-    [
-        ("bfloat16", "processor : 0\nflags : fpu sse2 avx2 fma\n", True),
-        ("bfloat16", "processor : 0\nflags : fpu avx2 avx512bw avx512_bf16\n", False),
-        ("bfloat16", "processor : 0\nFeatures : fp asimd bf16\n", False),
-        ("float32", "processor : 0\nflags : fpu sse2 avx2 fma\n", False),
-    ],
-)
-def test_bfloat16_on_a_cpu_that_computes_it_slowly_is_a_warning_that_names_the_setting(tmp_path, dtype, info, is_slow):
-    (tmp_path / "cpuinfo").write_text(info)
-    warnings = list(slow_type(dtype, tmp_path / "cpuinfo"))
-    assert len(warnings) == is_slow
-    assert all("model.dtype=float32" in warning for warning in warnings)

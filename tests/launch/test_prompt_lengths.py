@@ -7,9 +7,10 @@ import pytest
 from support.policies import tiny_policy
 
 from headrace.comm.recipe import Recipe
+from headrace.launch.config.device_defaults import with_device_defaults
 from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
-from headrace.launch.config.memory_plan import MemoryPlan, with_micro_tokens
+from headrace.launch.config.memory_plan import MemoryPlan
 from headrace.launch.config.prompt_lengths import longest_prompt
 from headrace.launch.placement import place_ranks
 
@@ -67,6 +68,6 @@ def test_data_that_cannot_be_read_leave_the_context(recipe):
 
 def test_without_a_gpu_micro_batches_are_small_unless_the_recipe_sets_them(recipe):
     own, given = recipe(["1 2 3"]), recipe(["1 2 3"], "optimizer.micro_tokens=8192")
-    assert with_micro_tokens(own, Gpus()).optimizer.micro_batch == 2048
-    assert with_micro_tokens(own, Gpus(("0",), 80)).optimizer.micro_batch == 8192
-    assert with_micro_tokens(given, Gpus()).optimizer.micro_batch == 8192
+    assert with_device_defaults(own, Gpus()).optimizer.micro_batch == 2048
+    assert with_device_defaults(own, Gpus(("0",), 80)).optimizer.micro_batch == 8192
+    assert with_device_defaults(given, Gpus()).optimizer.micro_batch == 8192

@@ -30,17 +30,17 @@ def test_the_last_number_of_a_response_has_to_be_right():
 
 
 @pytest.mark.parametrize(
-    ("speed", "minutes", "further"),
+    ("dtype", "speed", "minutes"),
     [
-        ({"bfloat16": 0.0258, "float32": 0.1}, 12, []),
-        ({"bfloat16": 0.2, "float32": 0.05}, 24, ["model.dtype=float32"]),
-        ({}, None, []),
+        ("bfloat16", {"bfloat16": 0.0258, "float32": 0.1}, 12),
+        ("float32", {"bfloat16": 0.2, "float32": 0.05}, 24),
+        ("float32", {}, None),
     ],
 )
-def test_the_time_is_that_of_the_faster_type_on_the_cores_of_the_machine(speed, minutes, further, monkeypatch, capsys):
+def test_the_time_is_that_of_the_run_s_type_on_the_cores_of_the_machine(dtype, speed, minutes, monkeypatch, capsys):
     monkeypatch.setattr(step_speed, "measured", lambda: speed)
     monkeypatch.setattr(smollm2_task.os, "sched_getaffinity", lambda _: {0, 1})
-    assert smollm2_task.announce(read_recipe(SMOLLM2), chooses_type=True) == further
+    smollm2_task.announce(read_recipe(SMOLLM2, [f"model.dtype={dtype}"]))
     text = capsys.readouterr().err
     assert (f"on the 2 cores of this machine, and two evaluations: about {minutes} min" in text) is bool(speed)
 
@@ -49,11 +49,6 @@ def test_a_run_of_a_few_steps_has_no_warm_up():
     words = ["model.path=MODEL", "data.path=DATA"]
     assert smollm2_task.missing_parts(read_recipe(SMOLLM2, [*words, "run.steps=3"])) == {"optimizer.warmup_steps": "0"}
     assert smollm2_task.missing_parts(read_recipe(SMOLLM2, words)) == {}
-
-
-def test_a_type_that_the_user_names_stays(monkeypatch, capsys):
-    monkeypatch.setattr(step_speed, "measured", lambda: {"bfloat16": 0.55, "float32": 0.11})
-    assert smollm2_task.announce(read_recipe(SMOLLM2), chooses_type=False) == []
 
 
 def test_answers_before_and_after_stand_side_by_side(tmp_path: Path, capsys):

@@ -46,6 +46,7 @@ class Job:
             "run.dir": self.dir,
             "run.steps": 4,
             "model.path": folder / "llama",
+            "model.dtype": "float32",  # some machines would choose bfloat16
             "data.path": data,
             "reward.path": f"{folder / 'rewards.py'}:reward",
             "batch.prompts_per_step": 4,

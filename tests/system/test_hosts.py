@@ -47,6 +47,7 @@ class HostsJob:
             "run__dir": self.dir,
             "run__steps": 4,
             "model__path": folder / "llama",
+            "model__dtype": "float32",
             "data__path": folder / "prompts.jsonl",
             "reward__path": f"{folder / 'rewards.py'}:reward",
             "batch__prompts_per_step": 4,

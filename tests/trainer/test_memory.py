@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
 
 def peak_of_training(path, recipe, chunk):
     """The peak of the third micro-batch, after an update, with weights and moments."""
-    base = getattr(torch, recipe.model.dtype)
+    base = getattr(torch, recipe.model.compute_type)
     policy = load_policy(path, shard=lambda p: add_adapter(p.model, recipe.lora, 0, base) if recipe.lora.rank else None)
     if recipe.trainer.activation_checkpointing is True:
         policy.checkpoint_activations()

@@ -42,7 +42,7 @@ class Actor:
         """The weights below the adapter; rank 0 checks and names them."""
         self.policy = group.load(recipe, self.adapter_base)
         if recipe.generator.exact:
-            self.policy.make_exact(getattr(torch, recipe.model.dtype))
+            self.policy.make_exact(getattr(torch, recipe.model.compute_type))
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)

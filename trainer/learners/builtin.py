@@ -39,7 +39,9 @@ class ActorLearner(Actor):
         self._checkpoint_team = self.group.clone_for_thread()
         self._staged_version = -1
         weights = self._published()
-        layout = Layout.of(weights, recipe.model.dtype, recipe.rollout.tp, splits_for(weights, self.policy.config))
+        layout = Layout.of(
+            weights, recipe.model.compute_type, recipe.rollout.tp, splits_for(weights, self.policy.config)
+        )
         if recipe.lora.rank:
             layout = Layout.of(weights, torch.float32)
         shard = WeightShard.of(layout, weights, self.group.rank, self.group.size)

@@ -115,5 +115,5 @@ class Critic:
         self._updates = []
 
     def _values(self, batch: PackedBatch) -> Tensor:
-        hidden = packed_hidden(self.model.policy, batch, self._recipe.model.dtype)
+        hidden = packed_hidden(self.model.policy, batch, self._recipe.model.compute_type)
         return self.model.head(hidden.float())[:, 0]

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -14,11 +14,15 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
 """A tensor of the language model of a multimodal checkpoint."""
 _BLOCK_BYTES = 1 << 22
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+CONFIG = "config.json"
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """The folder of a checkpoint, downloaded from the Hub where `path` is an id; raises SettingError if it cannot be found."""
+def find_checkpoint(path: str | Path, patterns: Sequence[str] = _PATTERNS) -> Path:
+    """The folder of a checkpoint, of which the files of these `patterns` are downloaded from the Hub where `path` is an id.
+
+    Raises SettingError if it cannot be found.
+    """
     folder = Path(path)
     name = str(path)
     if not path:
@@ -33,7 +37,7 @@ def find_checkpoint(path: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=[*patterns]))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SettingError(

@@ -91,7 +91,7 @@ class EmulatedGenerator:
         layout = Layout.of(dummy_weights(e), torch.float32)
         reader = reader or WeightReader(fleet, layout, recipe.comm)
         self.weights = EmulatedWeights(reader, layout, self.clock, self.transfer.chain_s)
-        self.device = EmulatedDevice(e, recipe.generator.max_running)
+        self.device = EmulatedDevice(e, recipe.generator.num_slots)
         self.profile = None if e.batch_bound is None else GeneratorProfile(e.batch_bound, math.inf)
         self.context = 1 << 30
         self.kv_capacity = e.kv_tokens

@@ -83,6 +83,7 @@ class FaultyJob:
             "run.resume": "auto" if self.num_starts else "never",
             "roles.relay": self._num_relays,
             "model.path": self.home / "policy",
+            "model.dtype": "float32",
             "data.path": self.home / "prompts.jsonl",
             "reward.path": f"{self.home / 'reward.py'}:reward",
         }

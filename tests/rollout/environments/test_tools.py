@@ -8,6 +8,7 @@ from headrace.comm.errors import SettingError
 from headrace.comm.plugins import load_object
 from headrace.comm.recipe import EnvironmentSettings
 from headrace.rollout.environments.tools import ToolCall, ToolEnvironment, parse_calls, tool_schemas, tools_of
+from headrace.rollout.rewards.sandbox import SandboxError
 
 FILE = '''
 def add(left: int, right: int = 1) -> int:
@@ -128,3 +129,11 @@ def test_a_tool_without_type_hints_is_a_mistake_in_the_settings(tmp_path):
     (tmp_path / "tools.py").write_text(FILE)
     with pytest.raises(SettingError, match="environment.tools: .*bare"):
         tool_schemas(EnvironmentSettings(tools=(f"{tmp_path / 'tools.py'}:bare",)))
+
+
+def test_a_fault_of_the_host_is_no_answer_to_the_policy():
+    def program(code: str) -> str:
+        raise SandboxError("no sandbox here")
+
+    with pytest.raises(SandboxError, match="no sandbox here"):
+        run(ToolEnvironment([program]), "prompt", "<program>1</program>")
