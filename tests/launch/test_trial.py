@@ -58,7 +58,8 @@ class Tried:
         code = main(
             ["--try", *made, *words] if not any(word.startswith("--try") for word in words) else [*made, *words]
         )
-        return code, *self.capfd.readouterr()
+        told = self.capfd.readouterr()
+        return code, told.out, told.err
 
 
 @pytest.fixture
