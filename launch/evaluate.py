@@ -30,6 +30,7 @@ from ..comm.environment import sleeping_threads
 from ..comm.errors import DiskFull, SettingError
 from ..comm.recipe import CheckpointSettings, Recipe
 from ..relay.journal.evaluations import response_line
+from ..relay.journal.events import Evaluated
 from ..relay.queue.evaluation_prompts import EvaluationPrompts, open_evaluation
 from .config.checks import check_family, check_files
 from .config.data_checks import check_lengths
@@ -152,6 +153,7 @@ def _out_file(given: str, model: TrainedModel) -> Path:
 
 def _check(recipe: Recipe) -> Any:
     """Make the checks of a start that concern an evaluation, and print warnings; returns the longest prompt."""
+    policy = ModelFiles.read(recipe.model.path)
     found = check_evaluation(recipe)
     if not found:
         raise SettingError("eval.path is not set; it names the prompts, such as eval.path=test.jsonl")
@@ -161,7 +163,6 @@ def _check(recipe: Recipe) -> Any:
     if recipe.reward.path:
         rows = [row for _, data in found for row in data.first_rows]
         warnings += check_reward_arguments(recipe.reward, rows, "eval.path")
-    policy = ModelFiles.read(recipe.model.path)
     check_family(recipe.generator, recipe.algorithm, policy.folder)
     for settings, data in found:
         warnings += check_lengths(settings, data.prompts, policy, recipe.environment, recipe.sampling.max_new_tokens)
@@ -190,10 +191,13 @@ def _evaluate(request: Request) -> int:
         say(f"generating on {generator.engine.policy.device}, up to {generator.max_running} samples at a time")
         with closing(evaluation):
             try:
-                for sample in evaluation.samples():
-                    event = sample.event
-                    file.append(response_line(request.model.step, sample.name, sample.row, event, sample.text))
-                    tally.add(event.reward, event.num_tokens, event.failure)
+                for samples in evaluation.turns():
+                    for sample in samples:
+                        file.append(
+                            response_line(request.model.step, sample.name, sample.row, sample.event, sample.text)
+                        )
+                        tally.add(sample.event)
+                    tally.tell(evaluation.num_decoding, evaluation.num_elsewhere)
             except KeyboardInterrupt:
                 print_message(f"interrupted after {tally.num_done} of {num_samples} samples; {request.out} has them")
                 raise
@@ -212,25 +216,37 @@ class Tally:
     def __init__(self, num_samples: int, started: float) -> None:
         self.started = started
         self.num_done = 0
-        self.num_scored = 0
         self._num_samples = num_samples
-        self._rewards = 0.0
+        self._rewards: list[float] = []
         self._tokens = 0
         self._failures: Counter[str] = Counter()
         self._told = started
 
-    def add(self, reward: float, num_tokens: int, failure: str) -> None:
-        """Count a sample."""
+    def add(self, event: Evaluated) -> None:
+        """Count a sample that has ended."""
         self.num_done += 1
-        self.num_scored += not failure
-        self._rewards += 0.0 if failure else reward
-        self._tokens += num_tokens
-        if failure:
-            self._failures[failure] += 1
+        self._tokens += event.num_tokens
+        if event.failure:
+            self._failures[event.failure] += 1
+        else:
+            self._rewards.append(event.reward)
+
+    @property
+    def num_scored(self) -> int:
+        """Samples that have a reward."""
+        return len(self._rewards)
+
+    def tell(self, num_decoding: int, num_elsewhere: int) -> None:
+        """Print a line if it is time: the samples that are done, in generation, and with a reward function or environment."""
         now = time.monotonic()
-        if now - self._told >= TELL_S:
-            self._told = now
-            say(self._line(now - self.started))
+        if now - self._told < TELL_S:
+            return
+        self._told = now
+        mean = f", mean reward {sum(self._rewards) / self.num_scored:.3f}" if self._rewards else ""
+        say(
+            f"{self.num_done} of {self._num_samples} samples done{mean}; {num_decoding} in generation, {num_elsewhere} wait for"
+            f" rewards or environments{self._time_left(now - self.started)}"
+        )
 
     def rows(self, loaded_s: float) -> dict[str, str]:
         """Rows of the table at the end."""
@@ -240,12 +256,11 @@ class Tally:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in self._failures.most_common())
         return rows | ({"without a score": reasons} if reasons else {})
 
-    def _line(self, elapsed_s: float) -> str:
-        mean = f", mean reward {self._rewards / self.num_scored:.3f}" if self.num_scored else ""
+    def _time_left(self, elapsed_s: float) -> str:
+        if not self.num_done:
+            return ""
         left_s = elapsed_s / self.num_done * (self._num_samples - self.num_done)
-        left = f"{left_s:.0f} s" if left_s < _MANY_S else f"{left_s / 60:.0f} min"
-        speed = f"{self._tokens / elapsed_s:,.0f} tokens/s"
-        return f"{self.num_done} of {self._num_samples} samples{mean}, {speed}, about {left} left"
+        return f"; about {left_s:.0f} s left" if left_s < _MANY_S else f"; about {left_s / 60:.0f} min left"
 
 
 @contextmanager

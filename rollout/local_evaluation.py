@@ -148,7 +148,7 @@ class _ScoredSamples:
 class LocalEvaluation:
     """The samples of an evaluation, on the weights of a generator that were trained for `version` steps.
 
-    Iterate over `samples`, then ask for `metrics`; call `close` in any case.
+    Iterate over `turns`, then ask for `metrics`; call `close` in any case.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class LocalEvaluation:
         """The function whose rewards are those of the samples."""
         self._metrics: dict[str, list[float]] = {}
 
-    def samples(self) -> Iterator[ScoredSample]:
-        """Each sample when it has its score. Raises `SettingError` if a reward or an environment never works."""
+    def turns(self) -> Iterator[list[ScoredSample]]:
+        """Do the work until every sample has ended: the samples that each turn has ended, often none. Raises `SettingError` if a reward or an environment never works."""
         if self._episodes is not None:
             self._episodes.start()
         while len(self._scores) < self.num_samples:
@@ -187,7 +187,17 @@ class LocalEvaluation:
                 self._advance(self._episodes)
             self._generate()
             self._scoring.advance()
-            yield from self._take_scored()
+            yield self._take_scored()
+
+    @property
+    def num_decoding(self) -> int:
+        """Samples that the engine works on."""
+        return self._generator.engine.num_running + self._generator.engine.num_waiting
+
+    @property
+    def num_elsewhere(self) -> int:
+        """Samples that wait for an answer of a reward or an environment."""
+        return len(self.held) - self.num_decoding
 
     def metrics(self) -> dict[str, float]:
         """`eval/NAME/...` as in a run, and the means of what the functions give and log; all samples have ended."""
@@ -211,10 +221,8 @@ class LocalEvaluation:
 
     def _begin_prompts(self) -> None:
         """Begin prompts while the engine, the environments and the rewards have room for more."""
-        engine = self._generator.engine
         num_starting = 0 if self._episodes is None else self._episodes.num_starting
-        room = self._generator.max_running - engine.num_running - engine.num_waiting - num_starting
-        room -= self._scoring.backlog
+        room = self._generator.max_running - self.num_decoding - num_starting - self._scoring.backlog
         while room > 0 and (index := next(self._wanted, None)) is not None:
             self._begin(GroupId(0, index, is_evaluation=True))
             room -= self._begun.samples
