@@ -55,8 +55,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     verdict = "holds" if account["holds"] else "DOES NOT HOLD"
     rows = {
         "run": f"{summary.get('status')} after {summary.get('steps')} steps",
-        "reward": _reward(summary) if "reward_first" in summary else "",
-        **dict(_evaluation_rows(summary.get("evaluations", []))),
+        "reward": reward_text(summary) if "reward_first" in summary else "",
+        **dict(evaluation_rows(summary.get("evaluations", []))),
         "tokens/s": f"{summary.get('tokens_per_s', 0):,.0f}",
         "staleness": _histogram(summary.get("staleness", {})),
         "versions per trajectory": _histogram(summary.get("versions_per_trajectory", {})),
@@ -68,7 +68,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows.items() if text]
 
 
-def _reward(summary: Mapping[str, Any]) -> str:
+def reward_text(summary: Mapping[str, Any]) -> str:
     """The mean rewards of the first and the last steps, as `trainer.loop` takes them: a tenth, at least 3, at most all."""
     first = summary["reward_first"]
     last = summary["reward_last"]
@@ -81,7 +81,7 @@ def _reward(summary: Mapping[str, Any]) -> str:
     return f"{first:.3f} -> {last:.3f}  (first and last {which})"
 
 
-def _evaluation_rows(results: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
+def evaluation_rows(results: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
     """First, best and last avg@k of each file, with their versions."""
     for name in dict.fromkeys(name for result in results for name in result if "/avg@" in name):
         found = [(result[name], int(result["eval/version"])) for result in results if name in result]
