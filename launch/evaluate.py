@@ -50,7 +50,7 @@ _RECIPES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EvalRequest:
     """What a command line asks for."""
 
     model: TrainedModel
@@ -62,7 +62,7 @@ class Request:
     """Samples that are decoded together, if the user has said so."""
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> "Request":
+    def parse(cls, words: Sequence[str]) -> "EvalRequest":
         """Sort the words; raises `SettingError` for a mistake."""
         names: list[str] = []
         overrides: list[str] = []
@@ -94,7 +94,7 @@ def main(words: Sequence[str]) -> int:
         return 0 if words else 2
     try:
         with sleeping_threads():
-            return _evaluate(Request.parse(words))
+            return _evaluate(EvalRequest.parse(words))
     except (SettingError, DiskFull) as error:
         print_message(f"error: {error}")
         return 2 if isinstance(error, SettingError) else 1
@@ -171,7 +171,7 @@ def _check(recipe: Recipe) -> Any:
     return max((prompt for _, data in found for prompt in data.prompts), key=lambda prompt: len(str(prompt)))
 
 
-def _evaluate(request: Request) -> int:
+def _evaluate(request: EvalRequest) -> int:
     """Generate, score, write the responses and print the metrics; returns the exit code."""
     recipe = request.recipe
     longest = _check(recipe)
@@ -278,7 +278,7 @@ def _opened(path: Path, deadline_s: float) -> Iterator[AppendFile]:
             path.unlink()
 
 
-def _title(request: Request) -> str:
+def _title(request: EvalRequest) -> str:
     steps = f" (after {request.model.step} steps)" if request.model.step else ""
     return f"{request.model.path}{steps}"
 

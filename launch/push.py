@@ -51,7 +51,7 @@ class Hub(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PushRequest:
     """What a command line asks for."""
 
     model: TrainedModel
@@ -60,7 +60,7 @@ class Request:
     is_update: bool
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> "Request":
+    def parse(cls, words: Sequence[str]) -> "PushRequest":
         """Sort the words and find the model; raises `SettingError` for a mistake."""
         flags = {word for word in words if word.startswith("-")}
         others = [word for word in words if not word.startswith("-")]
@@ -87,7 +87,7 @@ def main(words: Sequence[str], hub: Hub | None = None) -> int:
         (sys.stdout if words else sys.stderr).write(__doc__ or "")
         return 0 if words else 2
     try:
-        request = Request.parse(words)
+        request = PushRequest.parse(words)
         say(f"{_push(request, hub or _real_hub())} has {request.model.path}")
     except (SettingError, HubUnreachable) as error:
         print_message(f"error: {error}")
@@ -115,7 +115,7 @@ def _check_name(name: str) -> None:
         raise SettingError(f"{name!r} is not a name of the Hub: {_first_line(error)}") from error
 
 
-def _push(request: Request, hub: Hub) -> str:
+def _push(request: PushRequest, hub: Hub) -> str:
     """Make the repository, write the card, upload the folder; returns the repository's address."""
     from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 

@@ -224,7 +224,8 @@ def _public(value: Any) -> Any:
     if isinstance(value, str):
         if len(value) > _MOST_TEXT:
             return f"({len(value)} characters)"
-        return _shown(value) if "/" in value and "{" not in value and " " not in value else value
+        is_place = value.startswith("/") and len(Path(value).parts) > 2  # no stop string such as `/think`
+        return _shown(value) if is_place else value
     if isinstance(value, Sequence):
         return [_public(each) for each in value]
     if isinstance(value, Mapping):
