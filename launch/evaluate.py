@@ -51,7 +51,7 @@ _RECIPES = (".yaml", ".yml")
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """What a command line asks for."""
+    """A command line: the model, its settings, the file."""
 
     model: TrainedModel
     recipe: Recipe
@@ -77,7 +77,8 @@ class EvalRequest:
             elif word.startswith("-"):
                 raise SettingError(f"unknown option {word}; the options are --out FILE and --help")
             else:
-                (overrides if equals else names).append(word)
+                # A folder may be called `lr=1e-5`.
+                (overrides if equals and not Path(word).exists() else names).append(word)
         if len(names) != 1:
             raise SettingError(
                 f"name one model: a run folder, a checkpoint, a model's folder or its name on the Hub; not {names}"
@@ -135,7 +136,7 @@ def _out_file(given: str, model: TrainedModel) -> Path:
         if Path(given).exists():
             raise SettingError(f"--out: {given} exists already; name another file, or remove it")
         if not Path(given).absolute().parent.is_dir():
-            raise SettingError(f"--out: there is no folder {Path(given).parent}")
+            raise SettingError(f"--out: {Path(given).parent} is not a folder")
         return Path(given)
     here = Path.cwd()
     folder = here / model.path.replace("/", "--")

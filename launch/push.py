@@ -52,7 +52,7 @@ class Hub(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """What a command line asks for."""
+    """A command line: the model and its repository."""
 
     model: TrainedModel
     name: str
@@ -76,7 +76,7 @@ class PushRequest:
         if "--adapter" in flags and not model.is_adapter:
             adapter = Path(model.path).parent / ADAPTER
             if not adapter.is_dir():
-                raise SettingError(f"--adapter: {model.path} was trained without one, so there is no {adapter}")
+                raise SettingError(f"--adapter: {model.path} was trained without an adapter; {adapter} does not exist")
             model = model._replace(path=str(adapter))
         return cls(model, name, "--private" in flags, "--update" in flags)
 
@@ -101,7 +101,7 @@ def _real_hub() -> Hub:
     from huggingface_hub import HfApi, get_token
 
     if not get_token():
-        raise SettingError("there is no token for the Hub; `hf auth login` stores one, or set HF_TOKEN")
+        raise SettingError("the Hub wants a token: `hf auth login` stores one, or set HF_TOKEN")
     return HfApi()
 
 

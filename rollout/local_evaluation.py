@@ -124,7 +124,7 @@ class _ScoredSamples:
         self._prompts = prompts
 
     def start(self) -> None:
-        """There is no thread."""
+        """Nothing runs beside the caller."""
 
     def submit(self, row: "FinishedRow | list[StreamedRow]") -> None:
         """Turn the report that a hub would get into a score."""

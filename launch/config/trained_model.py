@@ -85,7 +85,7 @@ def _newest(run_dir: Path) -> TrainedModel:
         steps |= set() if step is None else {step}
     steps = {step for step in steps if (checkpoints.path(step) / WHOLE / _CONFIG).exists()}
     if not steps:
-        raise SettingError(f"the run in {run_dir} has no checkpoint yet, so there is no trained model")
+        raise SettingError(f"the run in {run_dir} has no checkpoint yet")
     return TrainedModel(str(checkpoints.path(max(steps)) / WHOLE), run_dir, max(steps))
 
 

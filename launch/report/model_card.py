@@ -110,7 +110,7 @@ def _head(model: TrainedModel, recipe: Recipe | None, base: str) -> dict[str, An
 
 
 def _facts(recipe: Recipe, source: str) -> dict[str, str]:
-    """What the model was trained on, and how."""
+    """Data, reward, algorithm and size of a step."""
     batch = recipe.batch
     algorithm = recipe.algorithm
     rewards = recipe.reward.functions.values() or [recipe.environment.path]

@@ -133,7 +133,7 @@ MISTAKES = {
     "two models": (["RUN", "other"], "name one model"),
     "an unknown option": (["RUN", "--output=x"], "unknown option --output=x"),
     "no name of a file": (["RUN", "--out"], "--out: name the file"),
-    "a missing folder": (["RUN", "--out=none/x"], "--out: there is no folder none"),
+    "a missing folder": (["RUN", "--out=none/x"], "--out: none is not a folder"),
     "an unknown setting": (["RUN", "eval.sample=2"], "the nearest is 'eval.samples'"),
     "another model": (["RUN", "model.path=x"], "model.path: RUN is the model; leave this out"),
     "no prompts": (["POLICY", "reward.path=gsm8k"], "eval.path is not set"),

@@ -150,7 +150,7 @@ def test_a_run_without_an_adapter_has_none_to_upload(run: Path, capfd: Any):
 def test_without_a_token_the_hub_is_not_asked(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     assert main([str(run), "user/model"]) == 2
-    assert "there is no token for the Hub; `hf auth login` stores one, or set HF_TOKEN" in capfd.readouterr().err
+    assert "the Hub wants a token: `hf auth login` stores one, or set HF_TOKEN" in capfd.readouterr().err
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_token")
     assert isinstance(push._real_hub(), HfApi)
 
