@@ -45,6 +45,8 @@ from .processes.full_gpu import describe_full_gpu, is_full_gpu
 TELL_S = 10.0
 """Seconds between two lines about the samples that are done."""
 _MANY_S = 120.0
+_MISSING = ("does not exist", "cannot read")
+"""Parts of messages about a file."""
 _RECIPES = (".yaml", ".yml")
 """Endings of a recipe's name."""
 
@@ -175,7 +177,12 @@ def _check(recipe: Recipe) -> Any:
 def _evaluate(request: EvalRequest) -> int:
     """Generate, score, write the responses and print the metrics; returns the exit code."""
     recipe = request.recipe
-    longest = _check(recipe)
+    try:
+        longest = _check(recipe)
+    except SettingError as error:
+        is_elsewhere = request.model.recipe_file is not None and any(words in str(error) for words in _MISSING)
+        hint = "; the run's recipe names its files from the folder where the run was started" if is_elsewhere else ""
+        raise SettingError(f"{error}{hint}") from error
     prompts = open_evaluation(recipe.data, recipe.eval, recipe.run.steps, num_shares=1)
     assert prompts is not None, "the prompts were just checked"
     say(f"evaluating {_title(request)} on {_contents(prompts)}; the responses go to {request.out}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from support.policies import tiny_policy
 
-from headrace.launch.evaluate import main
+from headrace.launch.evaluate import EvalRequest, main
 from headrace.relay.checkpoints import CheckpointFolder
 
 REWARDS = '''
@@ -92,7 +93,10 @@ def test_an_existing_file_is_never_written_again(run: Path, capfd: Any):
     assert f"--out: {first} exists already" in capfd.readouterr().err
 
 
-def test_settings_of_the_command_line_override_those_of_the_run(run: Path, tmp_path: Path, capfd: Any):
+def test_settings_of_the_command_line_override_those_of_the_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+):
+    monkeypatch.setattr("headrace.launch.evaluate.TELL_S", 0.0)
     out = tmp_path / "new.jsonl"
     words = ["eval.samples=2", "eval.temperature=1", "sampling.max_new_tokens=3", f"--out={out}"]
     assert main([str(run), *words]) == 0
@@ -100,6 +104,10 @@ def test_settings_of_the_command_line_override_those_of_the_run(run: Path, tmp_p
     assert all(line["tokens"] <= 3 for line in lines_of(out))
     table = capfd.readouterr().out
     assert "eval/test/avg@2" in table and "eval/test/pass@2" in table
+    assert "0 of 4 samples done; " in table, "lines tell what it waits for"
+    assert re.search(
+        r"^4 of 4 samples done, mean reward [\d.]+; 0 in generation, 0 wait for rewards", table, re.MULTILINE
+    )
 
 
 def test_a_model_without_a_run_is_evaluated_by_the_settings_that_are_given(run: Path, policy: Path, capfd: Any):
@@ -157,6 +165,26 @@ def test_a_mistake_is_one_line_and_leaves_no_file(mistake: str, run: Path, polic
     assert message.replace("RUN", str(run)) in error and error.count("\n") == 1
     assert error.startswith("headrace: error: ")
     assert {*run.rglob("*")} == before
+
+
+def test_a_folder_may_have_an_equals_sign_in_its_name(run: Path):
+    folder = run.rename(run.with_name("lr=1e-5"))
+    request = EvalRequest.parse([str(folder), "eval.samples=1"])
+    assert (request.model.run_dir, request.recipe.eval.samples) == (folder, 1)
+
+
+def test_files_of_the_recipe_are_those_of_the_folder_where_the_run_was_started(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+):
+    config = json.loads((run / "config.yaml").read_text()) | {"eval": {"path": "test.jsonl"}}
+    (run / "config.yaml").write_text(json.dumps(config))
+    monkeypatch.chdir(run.parent)
+    assert main([str(run)]) == 2
+    assert "test.jsonl does not exist; the run's recipe names its files from the folder" in capfd.readouterr().err
+    monkeypatch.chdir(run)
+    assert main([".", "eval.max_prompts=1"]) == 0
+    assert len(lines_of(run / "checkpoints" / "step_4.evaluation.jsonl")) == 1
+    capfd.readouterr()
 
 
 def test_an_adapter_is_refused_with_the_folder_of_the_whole_model(run: Path, capfd: Any):
