@@ -196,7 +196,7 @@ def _evaluate(request: EvalRequest) -> int:
         rewards = open_rewards(recipe.reward, recipe.run.steps, "builtin")
         evaluation = LocalEvaluation(recipe, prompts, generator, rewards, request.model.step)
         tally = Tally(num_samples, time.monotonic())
-        say(f"generating on {generator.engine.policy.device}, up to {generator.max_running} samples at a time")
+        say(f"generating on {generator.policy.device}, up to {generator.max_running} samples at a time")
         with closing(evaluation):
             try:
                 for samples in evaluation.turns():

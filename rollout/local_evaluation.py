@@ -34,7 +34,7 @@ from .scoring import Scoring
 from .user_code.pool import PATIENCE
 
 if TYPE_CHECKING:
-    from .engine.sequence import Completion, SequenceState
+    from .engine.sequence import Completion
     from .environments.base import Episode, Messages
     from .partial_rows import StreamedRow
 
@@ -44,8 +44,8 @@ POLL_S = 0.005
 """Seconds between two looks at the rewards and environments while nothing decodes."""
 
 
-class LocalGenerator:
-    """An engine that holds the weights of `model.path`, and the calls that an evaluation and its episodes make.
+class LocalGenerator(Engine):
+    """An engine that holds the weights of `model.path`, with what an evaluation and its episodes need besides.
 
     max_running: samples that are decoded together; None for as many with the `longest` of the prompts as the memory holds, at
     most `most`.
@@ -53,17 +53,16 @@ class LocalGenerator:
 
     def __init__(self, recipe: Recipe, longest: Any, most: int, max_running: int | None) -> None:
         settings = recipe.generator
-        policy = load_policy(recipe.model.path, recipe.model.dtype, default_device())
-        self.context = policy.context
         self._tokenizer = load_tokenizer(recipe.model.path)
         self._data = recipe.data
         self._tools = tool_schemas(recipe.environment)
+        policy = load_policy(recipe.model.path, recipe.model.dtype, default_device())
         if max_running is None:
+            num_tokens = min(self._length(recipe, longest, policy.context), policy.context)
             memory = available_memory(policy.device, settings.gpu_share)
-            fitting = sequences_that_fit(policy, self._length(recipe, longest), memory)
-            max_running = min(fitting, most, MOST_RUNNING)
+            max_running = min(sequences_that_fit(policy, num_tokens, memory), most, MOST_RUNNING)
         self.max_running = max_running
-        self.engine = Engine(
+        super().__init__(
             policy,
             max_running=max_running,
             seed=recipe.run.seed,
@@ -83,22 +82,14 @@ class LocalGenerator:
         """Token ids that follow the newest turn of an episode."""
         return observation_tokens(episode, observation, self._tokenizer, self._data, self._tools)
 
-    def resume(self, trajectory_id: int, token_ids: Sequence[int]) -> bool:
-        """Begin the next turn of a paused sample after these tokens; False if they do not fit."""
-        return self.engine.resume(trajectory_id, token_ids)
-
-    def export_sequences(self, trajectory_ids: Sequence[int]) -> "list[SequenceState]":
-        """Take paused samples out of the engine."""
-        return self.engine.export_sequences(trajectory_ids)
-
-    def _length(self, recipe: Recipe, longest: Any) -> int:
+    def _length(self, recipe: Recipe, longest: Any, context: int) -> int:
         """Most tokens of a sample: all of the context where an environment adds to it."""
+        if recipe.environment.is_set:
+            return context
         try:
-            num_prompt = len(self.prompt_ids({"prompt": longest}))
+            return len(self.prompt_ids({"prompt": longest})) + recipe.sampling.max_new_tokens
         except UnusablePrompt:
-            num_prompt = self.context
-        num_tokens = self.context if recipe.environment.is_set else num_prompt + recipe.sampling.max_new_tokens
-        return min(num_tokens, self.context)
+            return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +183,7 @@ class LocalEvaluation:
     @property
     def num_decoding(self) -> int:
         """Samples that the engine works on."""
-        return self._generator.engine.num_running + self._generator.engine.num_waiting
+        return self._generator.num_running + self._generator.num_waiting
 
     @property
     def num_elsewhere(self) -> int:
@@ -251,9 +242,9 @@ class LocalEvaluation:
             self._fail(rows, str(error))
             return
         self._patience = math.inf
-        context = self._generator.context
+        context = self._generator.policy.context
         if 0 < len(tokens) < context:
-            self._generator.engine.add_group(tokens, self._params, [held.row_id.number for held in rows])
+            self._generator.add_group(tokens, self._params, [held.row_id.number for held in rows])
         else:
             self._fail(rows, f"the prompt has {len(tokens)} tokens, and the context of the policy is {context}")
 
@@ -275,7 +266,7 @@ class LocalEvaluation:
 
     def _generate(self) -> None:
         """A step of the engine; a moment of rest where nothing decodes."""
-        engine = self._generator.engine
+        engine = self._generator
         completions: list[Completion] = [] if engine.idle else engine.step()
         if not (completions or engine.num_running):
             time.sleep(POLL_S)

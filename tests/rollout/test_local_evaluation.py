@@ -144,7 +144,7 @@ def test_the_batch_is_as_large_as_the_free_memory_and_no_larger_than_the_evaluat
 ):
     recipe = recipe_of(tmp_path, llama, "reward.path=rewards.py:length")
     assert LocalGenerator(recipe, "a", 3, None).max_running == 3
-    policy = LocalGenerator(recipe, "a", 3, None).engine.policy
+    policy = LocalGenerator(recipe, "a", 3, None).policy
     token = plan_cache(policy, 64, 8, None, AvailableMemory(10**9, 10**9, "")).page_bytes // 64
     tokens = 5 + 12
     memory = AvailableMemory(0, 7 * tokens * token + 1, "the free memory")
