@@ -22,9 +22,11 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("run", "trains with a recipe: headrace run RECIPE.yaml|NAME [KEY=VALUE ...]"),
     "quickstart": Command("quickstart", "trains a small policy on this machine: headrace quickstart [NAME]"),
+    "eval": Command("evaluate", "evaluates a checkpoint or a model on held-out prompts: headrace eval RUN|MODEL"),
     "status": Command("ctl:status", "prints how far a running job is: headrace status RUN"),
     "ctl": Command("ctl", "gives a running job an order: headrace ctl RUN drain ROLLOUT, or stop"),
     "audit": Command("audit", "checks the journal of runs and counts their trajectories: headrace audit RUN..."),
+    "push": Command("push", "uploads a trained model to the Hugging Face Hub: headrace push RUN USER/MODEL"),
     "plan": Command("lab.command", "finds the fastest split of the devices: headrace plan RECIPE.yaml|NAME"),
 }
 

@@ -22,6 +22,7 @@ from .processes.joining import join_run
 from .processes.rank import prepare, run_rank, tell_finished
 from .recipes import parts
 from .recipes.names import find_recipe, recipes, summary_of
+from .report.model_card import write_cards
 from .report.summary import print_summary, read_summary
 from .resume import finished_after
 
@@ -140,6 +141,8 @@ def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool,
         print_message(f"error: {torchrun.lost_folder}")
         return 2
     summary = print_summary(run_dir, with_trace=with_trace) if is_first else read_summary(run_dir)
+    if is_first and summary is not None:
+        write_cards(summary)
     if torchrun.received:
         return 128 + torchrun.received
     if summary is None:

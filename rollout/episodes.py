@@ -7,18 +7,15 @@ from another rollout, or from a dead one, needs no rule of its own. Tokens are n
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.recipe import EnvironmentSettings
 from .engine.sequence import Completion
 from .environments.base import Episode, Messages, with_observation
 from .environments.pool import EnvironmentCall, EnvironmentPool
-from .leases import HeldLeases, LeasedRow
+from .leases import LeasedRow, RowHolder
 from .user_code.pool import PATIENCE
-
-if TYPE_CHECKING:
-    from .generators.base import Generator
 
 
 @runtime_checkable
@@ -54,7 +51,7 @@ class Episodes:
     """One rollout's episodes; called by its loop between two steps of the generator."""
 
     def __init__(
-        self, generator: "Generator", leases: HeldLeases, pool: EnvironmentPool, settings: EnvironmentSettings
+        self, generator: object, leases: RowHolder, pool: EnvironmentPool, settings: EnvironmentSettings
     ) -> None:
         if not isinstance(generator, PausingGenerator):
             raise SettingError("environment: this rollout.engine cannot pause trajectories; see docs/use/service.md")
@@ -192,6 +189,6 @@ class Episodes:
         return held.completion
 
 
-def open_episodes(settings: EnvironmentSettings, generator: "Generator", leases: HeldLeases) -> Episodes | None:
+def open_episodes(settings: EnvironmentSettings, generator: object, leases: RowHolder) -> Episodes | None:
     """The episodes of a rollout, or None if its trajectories have one turn."""
     return Episodes(generator, leases, EnvironmentPool(settings), settings) if settings.is_set else None

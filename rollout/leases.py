@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -85,6 +85,12 @@ class LeasedRow:
         self.version = starts[0][1]
         self.switches = starts[1:]
         self.num_kept = len(versions)
+
+
+class RowHolder(Protocol):
+    """Keeps the trajectories that are under way, by `RowId.number`: leases of a rollout, or samples without a hub."""
+
+    held: dict[int, LeasedRow]
 
 
 class HeldLeases:

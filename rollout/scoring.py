@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.recipe import RewardSettings
 from .engine.sequence import Completion
-from .leases import HeldLeases, LeasedRow
+from .leases import LeasedRow, RowHolder
 from .rewards.calls import ScoreRequest
 from .rewards.groups import WholeGroups
 from .row_writer import FinishedRow, Writer
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Scoring:
-    """Takes the finished trajectories of one rollout; used by its loop between two steps of the generator."""
+    """Takes finished trajectories; used by a loop between two steps of the generator."""
 
-    def __init__(self, rewards: "Rewards", settings: RewardSettings, leases: HeldLeases, row_writer: Writer) -> None:
+    def __init__(self, rewards: "Rewards", settings: RewardSettings, leases: RowHolder, row_writer: Writer) -> None:
         self._rewards = rewards
         self._has_function = bool(settings.path)
         self._leases = leases

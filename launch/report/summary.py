@@ -57,8 +57,8 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
     verdict = "holds" if account["holds"] else "DOES NOT HOLD"
     export = str(summary.get("export") or "")
     rows = {
-        "reward": _reward(summary) if "reward_first" in summary else "",
-        **dict(_evaluation_rows(summary.get("evaluations", []))),
+        "reward": reward_text(summary) if "reward_first" in summary else "",
+        **dict(evaluation_rows(summary.get("evaluations", []))),
         "model": export,
         "use it": f'transformers.pipeline("text-generation", {json.dumps(export)})' if export else "",
         "time": f"{_duration(summary.get('time_s', 0))}, {summary.get('tokens_per_s', 0):,.0f} tokens/s",
@@ -82,7 +82,7 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _reward(summary: Mapping[str, Any]) -> str:
+def reward_text(summary: Mapping[str, Any]) -> str:
     """The mean rewards of the first and the last steps, as `trainer.loop` takes them: a tenth, at least 3, at most all."""
     first = summary["reward_first"]
     last = summary["reward_last"]
@@ -95,7 +95,7 @@ def _reward(summary: Mapping[str, Any]) -> str:
     return f"{first:.3f} -> {last:.3f}  (first and last {which})"
 
 
-def _evaluation_rows(results: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
+def evaluation_rows(results: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
     """First, best and last avg@k of the first files, with the step of each; of one evaluation its value."""
     names = list(dict.fromkeys(name for result in results for name in result if "/avg@" in name))
     for name in names[:MOST_FILES]:

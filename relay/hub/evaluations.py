@@ -5,7 +5,6 @@ none are left to take. An idle rollout that is ahead goes back to the version; o
 samples without a score are missing, and an evaluation without any begins again on the next version.
 """
 
-import json
 import math
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from ...comm.errors import is_power_of_ten
 from ...comm.messages import Lease, LeaseRequest, SampleScored
 from ..dataset.rows import MAX_ROW_BYTES, row_problem
 from ..journal import events as ev
-from ..journal.evaluations import EVALUATIONS_FILE
+from ..journal.evaluations import EVALUATIONS_FILE, response_line
 from ..journal.records import RowStatus
 from .context import Handler, HubContext
 
@@ -148,10 +147,7 @@ class Evaluations(Handler):
             journal = self.context.journal
             self._file = AppendFile(journal.path.with_name(EVALUATIONS_FILE), journal.deadline_s)
         name, number = self.prompts.place(event.row.group)
-        reward = None if event.failure else event.reward
-        line = {"version": version, "name": name, "row": number, "sample": event.row.sample, "reward": reward}
-        rest = {"tokens": event.num_tokens, "truncated": event.is_truncated, "failure": event.failure, "text": text}
-        self._file.append(json.dumps(line | rest).encode() + b"\n")
+        self._file.append(response_line(version, name, number, event, text))
 
     def _end(self, event: ev.Evaluated) -> None:
         """Print each reason for a missing score the first time and whenever its count is 10, 100, ..."""

@@ -4,6 +4,8 @@ One evaluation is under way at a time, on one version. Each of its samples ends 
 enters the queue.
 """
 
+import json
+
 from ...comm.messages.base import GroupId
 from . import events as ev
 from .evaluation_metrics import evaluation_metrics
@@ -11,6 +13,14 @@ from .records import EvaluationLog, Group, Row, RowStatus
 
 EVALUATIONS_FILE = "evaluations.jsonl"
 """The responses of evaluations in the run folder; the journal beside it has their scores."""
+
+
+def response_line(version: int, name: str, row: int, event: ev.Evaluated, text: str) -> bytes:
+    """The line of that file about a sample: of row number `row` of the file `name`."""
+    reward = None if event.failure else event.reward
+    line = {"version": version, "name": name, "row": row, "sample": event.row.sample, "reward": reward}
+    rest = {"tokens": event.num_tokens, "truncated": event.is_truncated, "failure": event.failure, "text": text}
+    return json.dumps(line | rest).encode() + b"\n"
 
 
 def begin_evaluation(event: ev.EvaluationBegun, log: EvaluationLog) -> None:

@@ -57,6 +57,17 @@ def available_memory(device: torch.device, gpu_share: float) -> AvailableMemory:
     return AvailableMemory(free, free // 2, "the free memory")
 
 
+def token_bytes(policy: "Policy") -> int:
+    """Bytes of the keys and values of one token, on this rank."""
+    num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
+    return 2 * policy.num_layers * num_kv_heads * policy.head_dim * policy.dtype.itemsize
+
+
+def sequences_that_fit(policy: "Policy", num_tokens: int, memory: AvailableMemory) -> int:
+    """Sequences of so many tokens whose keys and values the default cache holds together; at least 1."""
+    return max(1, memory.usual // (token_bytes(policy) * num_tokens))
+
+
 def plan_cache(
     policy: "Policy", page_size: int, max_running: int, kv_gb: float | None, memory: AvailableMemory
 ) -> CachePlan:
@@ -65,8 +76,7 @@ def plan_cache(
     All ranks of a replica get the same number, that of the rank with the least memory. Raises SettingError for more than the
     available memory, and for less than one sequence of full context needs.
     """
-    num_kv_heads = policy.num_kv_heads // policy.tensor_parallel.size
-    page_bytes = 2 * policy.num_layers * page_size * num_kv_heads * policy.head_dim * policy.dtype.itemsize
+    page_bytes = page_size * token_bytes(policy)
     # Page 0 is not usable, and a fork needs one page more.
     least = -(-policy.context // page_size) + 2
     if kv_gb is None:

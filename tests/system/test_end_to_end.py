@@ -60,6 +60,7 @@ def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJ
         assert output.splitlines() == ["headrace: run.resume=auto: finished after step 4; raise run.steps to continue"]
     assert {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()} == files
     exported = AutoModelForCausalLM.from_pretrained(summary["export"])
+    assert "with Headrace, from llama, for 4 steps" in (Path(summary["export"]) / "README.md").read_text()
     trained = load_policy(summary["export"])
     tokens = torch.arange(4, 60)
     with torch.no_grad():

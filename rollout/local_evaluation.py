@@ -1,0 +1,278 @@
+"""An evaluation without a run: one engine answers held-out prompts in this process, and the reward processes score the answers.
+
+Episodes, rewards and metrics are those of a rollout. In place of leases from a hub, every sample is this process's own, and in place
+of rows for a trainer there are scores.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..comm.errors import UnusablePrompt
+from ..comm.messages import GroupId, RowId, SampleScored
+from ..comm.recipe import Recipe
+from ..relay.dataset.rows import row_problem
+from ..relay.journal.evaluation_metrics import evaluation_metrics
+from ..relay.journal.events import Evaluated, EvaluationBegun
+from ..relay.queue.evaluation_prompts import EvaluationPrompts
+from ..trainer.policy.model import default_device, load_policy, load_tokenizer
+from .engine.chat_template import prompt_tokens
+from .engine.engine import Engine
+from .engine.memory import available_memory, sequences_that_fit
+from .engine.sampling import SamplingParams
+from .environments.tokens import observation_tokens
+from .environments.tools import tool_schemas
+from .episodes import Episodes, open_episodes
+from .leases import LeasedRow
+from .rewards.base import Rewards
+from .row_writer import FinishedRow
+from .scoring import Scoring
+from .user_code.pool import PATIENCE
+
+if TYPE_CHECKING:
+    from .engine.sequence import Completion
+    from .environments.base import Episode, Messages
+    from .partial_rows import StreamedRow
+
+MOST_RUNNING = 256
+"""Most samples that are decoded together; more hardly make a device faster."""
+POLL_S = 0.005
+"""Seconds between two looks at the rewards and environments while nothing decodes."""
+
+
+class LocalGenerator(Engine):
+    """An engine that holds the weights of `model.path`, with what an evaluation and its episodes need besides.
+
+    max_running: samples that are decoded together; None for as many with the `longest` of the prompts as the memory holds, at
+    most `most`.
+    """
+
+    def __init__(self, recipe: Recipe, longest: Any, most: int, max_running: int | None) -> None:
+        settings = recipe.generator
+        self._tokenizer = load_tokenizer(recipe.model.path)
+        self._data = recipe.data
+        self._tools = tool_schemas(recipe.environment)
+        policy = load_policy(recipe.model.path, recipe.model.dtype, default_device())
+        if max_running is None:
+            num_tokens = min(self._length(recipe, longest, policy.context), policy.context)
+            memory = available_memory(policy.device, settings.gpu_share)
+            max_running = min(sequences_that_fit(policy, num_tokens, memory), most, MOST_RUNNING)
+        self.max_running = max_running
+        super().__init__(
+            policy,
+            max_running=max_running,
+            seed=recipe.run.seed,
+            kv_gb=settings.kv_gb,
+            exact=settings.exact,
+            prefill_tokens=settings.prefill_tokens,
+            attention=settings.attention,
+            gpu_share=settings.gpu_share,
+            tokenizer=self._tokenizer,
+        )
+
+    def prompt_ids(self, row: dict[str, Any]) -> list[int]:
+        """Token ids of the prompt of a row of data."""
+        return prompt_tokens(row, self._tokenizer, self._data, self._tools)
+
+    def observation_ids(self, episode: "Episode", observation: "str | Messages") -> list[int]:
+        """Token ids that follow the newest turn of an episode."""
+        return observation_tokens(episode, observation, self._tokenizer, self._data, self._tools)
+
+    def _length(self, recipe: Recipe, longest: Any, context: int) -> int:
+        """Most tokens of a sample: all of the context where an environment adds to it."""
+        if recipe.environment.is_set:
+            return context
+        try:
+            return len(self.prompt_ids({"prompt": longest})) + recipe.sampling.max_new_tokens
+        except UnusablePrompt:
+            return context
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A sample that has its score, or none by `event.failure`: the name of its file, and the number of its row there."""
+
+    name: str
+    row: int
+    event: Evaluated
+    text: str
+    """The response; of several turns in a chat, the messages as JSON."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Rewards of the single functions, and what they have logged."""
+
+
+class _ScoredSamples:
+    """Takes finished samples in place of the rollout's writer of rows."""
+
+    backlog = 0
+
+    def __init__(self, prompts: EvaluationPrompts) -> None:
+        self.new: list[ScoredSample] = []
+        self._prompts = prompts
+
+    def start(self) -> None:
+        """Nothing runs beside the caller."""
+
+    def submit(self, row: "FinishedRow | list[StreamedRow]") -> None:
+        """Turn the report that a hub would get into a score."""
+        assert isinstance(row, FinishedRow), "first tokens are kept for a hub alone"
+        scored = row.report([])
+        assert isinstance(scored, SampleScored), "every sample is one of an evaluation"
+        event = Evaluated(
+            row=scored.row,
+            reward=scored.reward or 0.0,
+            num_tokens=scored.num_tokens,
+            is_truncated=scored.is_truncated,
+            failure=scored.failure or ("no reward" if scored.reward is None else ""),
+        )
+        place = self._prompts.place(scored.row.group)
+        self.new.append(ScoredSample(*place, event, scored.text, row.info.get("metrics", {})))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class LocalEvaluation:
+    """The samples of an evaluation, on the weights of a generator that were trained for `version` steps.
+
+    Iterate over `turns`, then ask for `metrics`; call `close` in any case.
+    """
+
+    def __init__(
+        self, recipe: Recipe, prompts: EvaluationPrompts, generator: LocalGenerator, rewards: Rewards, version: int
+    ) -> None:
+        self.held: dict[int, LeasedRow] = {}
+        """Samples under way, by `RowId.number`."""
+        sampling = SamplingParams(**msgspec.structs.asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)
+        self._params = replace(sampling, temperature=recipe.eval.temperature)
+        self._begun = EvaluationBegun(
+            number=0, version=version, due=version, num_prompts=prompts.num_prompts, samples=recipe.eval.samples,
+            threshold=recipe.eval.threshold,
+        )  # fmt: skip
+        self._prompts = prompts
+        self._wanted = iter(range(sum(prompts.num_prompts.values())))
+        self._generator = generator
+        self._scored = _ScoredSamples(prompts)
+        self._scoring = Scoring(rewards, recipe.reward, self, self._scored)
+        self._episodes = open_episodes(recipe.environment, generator, self)
+        self._patience: float = PATIENCE
+        """Prompts of environments that the template may refuse before it has accepted one; any number from then on."""
+        self._scores: dict[RowId, Evaluated] = {}
+        self.num_samples = self._begun.samples * sum(prompts.num_prompts.values())
+        functions = recipe.reward.functions
+        self._shown_before = set(functions) if len(functions) == 1 else set[str]()
+        """The function whose rewards are those of the samples."""
+        self._metrics: dict[str, list[float]] = {}
+
+    def turns(self) -> Iterator[list[ScoredSample]]:
+        """Do the work until every sample has ended: the samples that each turn has ended, often none. Raises `SettingError` if a reward or an environment never works."""
+        if self._episodes is not None:
+            self._episodes.start()
+        while len(self._scores) < self.num_samples:
+            self._begin_prompts()
+            if self._episodes is not None:
+                self._advance(self._episodes)
+            self._generate()
+            self._scoring.advance()
+            yield self._take_scored()
+
+    @property
+    def num_decoding(self) -> int:
+        """Samples that the engine works on."""
+        return self._generator.num_running + self._generator.num_waiting
+
+    @property
+    def num_elsewhere(self) -> int:
+        """Samples that wait for an answer of a reward or an environment."""
+        return len(self.held) - self.num_decoding
+
+    def metrics(self) -> dict[str, float]:
+        """`eval/NAME/...` as in a run, and the means of what the functions give and log; all samples have ended."""
+        logged = {name: sum(values) / len(values) for name, values in sorted(self._metrics.items())}
+        return evaluation_metrics(self._begun, self._scores) | logged
+
+    def close(self) -> None:
+        """End the processes of rewards and environments."""
+        self._scoring.close()
+        if self._episodes is not None:
+            self._episodes.close()
+
+    def _take_scored(self) -> list[ScoredSample]:
+        found = self._scored.new
+        self._scored.new = []
+        for sample in found:
+            self._scores[sample.event.row] = sample.event
+            for name in sample.metrics.keys() - self._shown_before:
+                self._metrics.setdefault(f"eval/{sample.name}/reward/{name}", []).append(sample.metrics[name])
+        return found
+
+    def _begin_prompts(self) -> None:
+        """Begin prompts while the engine, the environments and the rewards have room for more."""
+        num_starting = 0 if self._episodes is None else self._episodes.num_starting
+        room = self._generator.max_running - self.num_decoding - num_starting - self._scoring.backlog
+        while room > 0 and (index := next(self._wanted, None)) is not None:
+            self._begin(GroupId(0, index, is_evaluation=True))
+            room -= self._begun.samples
+
+    def _begin(self, group: GroupId) -> None:
+        content = bytes(self._prompts.row(group))
+        problem = row_problem(content)
+        data = {} if problem else msgspec.json.decode(content)
+        rows = [LeasedRow(group.row(sample), 1, self._begun.version, data) for sample in range(self._begun.samples)]
+        self.held |= {held.row_id.number: held for held in rows}
+        if problem:
+            self._fail(rows, f"its row {problem}")
+        elif self._episodes is not None:
+            self._episodes.reset(rows)
+        else:
+            self._generate_from(rows, data)
+
+    def _generate_from(self, rows: list[LeasedRow], data: dict[str, Any]) -> None:
+        """Queue the samples of a prompt, which may have an environment's words at its end."""
+        try:
+            tokens = self._generator.prompt_ids(data)
+        except UnusablePrompt as error:
+            self._patience -= self._episodes is not None
+            if not self._patience:
+                raise  # the fault is the template's
+            self._fail(rows, str(error))
+            return
+        self._patience = math.inf
+        context = self._generator.policy.context
+        if 0 < len(tokens) < context:
+            self._generator.add_group(tokens, self._params, [held.row_id.number for held in rows])
+        else:
+            self._fail(rows, f"the prompt has {len(tokens)} tokens, and the context of the policy is {context}")
+
+    def _fail(self, rows: Sequence[LeasedRow], problem: str) -> None:
+        for held in rows:
+            self._scoring.fail(held, problem)
+
+    def _advance(self, episodes: Episodes) -> None:
+        """Begin and end what the environments have answered."""
+        started, ended = episodes.advance()
+        for rows in started:
+            assert rows[0].episode is not None
+            self._generate_from(rows, {**rows[0].row, "prompt": rows[0].episode.prompt})
+        for held, completion, failure in ended:
+            if completion is None:
+                self._scoring.fail(held, failure)
+            else:
+                self._scoring.score(held, completion, failure)
+
+    def _generate(self) -> None:
+        """A step of the engine; a moment of rest where nothing decodes."""
+        engine = self._generator
+        completions: list[Completion] = [] if engine.idle else engine.step()
+        if not (completions or engine.num_running):
+            time.sleep(POLL_S)
+        for completion in completions:
+            held = self.held[completion.trajectory_id]
+            if self._episodes is not None and self._episodes.end_turn(held, completion):
+                continue
+            failure = "the policy's logits are not finite" if completion.finish_reason == "error" else ""
+            self._scoring.score(held, completion, failure)
