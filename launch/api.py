@@ -89,7 +89,7 @@ class Run:
         return Path(shutil.copytree(self.model, target, dirs_exist_ok=True)).resolve()
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Trained trajectories as text: dicts with `step`, `prompt`, `response`, `reward` and `truncated`.
+        """Trained trajectories as text: dicts with `step`, `prompt`, `response`, `reward`, `rewards` (of each function) and `truncated`.
 
         step: counted from 0, as in `metrics`; by default the last one. `run.save_rows` decides which steps are there. Raises
         `SettingError` for one that is not.

@@ -64,25 +64,19 @@ class SourceFile:
 
     def _define(self, setting: str, name: str, thing: Any) -> None:
         """Write what binds a name of the script, once."""
-        if name in self._done:
-            if self._done[name] is not thing:
-                raise SettingError(
-                    f"{setting}: two different objects of the script are named {name}; rename one of them"
-                )
+        if self._claim(setting, name, thing):
             return
-        self._done[name] = thing
         original = inspect.unwrap(thing) if callable(thing) else thing
         if isinstance(thing, ModuleType):
             self._import(setting, thing, f"import {thing.__name__}" + (f" as {name}" if thing.__name__ != name else ""))
         elif (home := importable(thing)) is not None:
-            outer, dot, inner = thing.__qualname__.partition(".")
-            self._import(setting, sys.modules[thing.__module__], f"from {home.name} import {outer}")
-            if dot or outer != name:
-                self._parts.append(f"{name} = {outer}{dot}{inner}")
+            self._import_from(setting, name, thing, home)
         elif isinstance(original, FunctionType | type):
             _check_kind(setting, thing, original)
-            self._write(setting, original)
-            if original.__name__ != name:
+            if original.__name__ == name:
+                self._write(setting, original)
+            else:
+                self._define(setting, original.__name__, thing)
                 self._parts.append(f"{name} = {original.__name__}")
         elif (value := self._literal(thing)) is not None:
             self._parts.append(f"{name} = {value}")
@@ -91,6 +85,22 @@ class SourceFile:
                 f"{setting}: the function uses {name}, an object of type {type(thing).__name__} that the script has made and"
                 f" that cannot be written into a file; make it inside the function, or {_MODULE}"
             )
+
+    def _claim(self, setting: str, name: str, thing: Any) -> bool:
+        """Whether a name is written already. Raises `SettingError` if it is that of another object."""
+        if name in self._done and self._done[name] is not thing:
+            raise SettingError(f"{setting}: two different objects of the script are named {name}; rename one of them")
+        is_done = name in self._done
+        self._done[name] = thing
+        return is_done
+
+    def _import_from(self, setting: str, name: str, thing: Any, home: _Module) -> None:
+        outer, dot, inner = thing.__qualname__.partition(".")
+        bound = f"_{name}" if dot else name
+        alias = f" as {bound}" if bound != outer else ""
+        self._import(setting, sys.modules[thing.__module__], f"from {home.name} import {outer}{alias}")
+        if dot:
+            self._parts.append(f"{name} = {bound}.{inner}")
 
     def _write(self, setting: str, thing: Any) -> None:
         """Write a function or class of the script after what it uses."""

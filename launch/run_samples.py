@@ -40,6 +40,7 @@ def last_samples(run_dir: Path, recipe: Recipe, step: int | None) -> list[dict[s
                     "prompt": tokenizer.decode(columns["prompt_ids"].tolist()),
                     "response": tokenizer.decode(columns["response_ids"].tolist(), skip_special_tokens=True),
                     "reward": float(columns["reward"][0]),
+                    "rewards": json.loads(columns["reward_info"].tobytes()).get("metrics", {}),
                     "truncated": bool(columns["truncated"][0]),
                 }
             )

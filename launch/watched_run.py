@@ -45,10 +45,10 @@ class WatchedRun:
         Ctrl-C, and any error of the callback, ends the run in order and is raised then, as it is.
         """
         process = LauncherProcess(words)
-        process.start_reading()
         raised: BaseException | None = None
         code = None
         try:
+            process.start_reading()
             while code is None:
                 try:
                     code = self._watch(process)

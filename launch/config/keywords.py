@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import inspect as kinds
+
 from ...comm.errors import SettingError
 from .load import LAB, known_settings
 from .peer_names import PEERS
+from .values import members_of
 
 _LIKE_TRL = """adam_beta1 adam_beta2 beta delta epsilon_high eval_steps gradient_checkpointing learning_rate lora_alpha lora_r
     lora_target_modules lr_scheduler_type mask_truncated_completions max_completion_length max_steps model_name_or_path
@@ -130,13 +133,23 @@ def plain(value: Any) -> Any:
 
 def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values of sections within sections; the value of a setting stays whole."""
-    known = known_settings()
     for key, value in given.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and name not in known and name.partition(".")[0] != LAB:
+        if isinstance(value, Mapping) and value and not _takes_whole(name):
             yield from _flat(value, f"{name}.")
         else:
             yield name, value
+
+
+def _takes_whole(name: str) -> bool:
+    """Whether a dict is the value of this name, rather than settings below it."""
+    known = known_settings()
+    takes_dict = [
+        each
+        for each, setting in known.items()
+        if each.endswith(f".{name}") and any(isinstance(kind, kinds.DictType) for kind in members_of(setting.type))
+    ]
+    return name in known or name.partition(".")[0] == LAB or bool(takes_dict)
 
 
 def _setting_of(name: str, value: Any) -> tuple[str, Any]:
