@@ -6,11 +6,10 @@ import logging
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.notebook import Notebook
 
 from headrace.comm.errors import SettingError
 from headrace.launch.python_inputs import PythonInputs
@@ -19,20 +18,13 @@ from headrace.launch.python_source import literal
 _numbers = itertools.count()
 
 
-class Notebook:
-    """Runs cells as IPython does: each is compiled under a name of its own, whose lines `linecache` knows."""
+class WrittenNotebook(Notebook):
+    """A notebook whose functions are written for a run in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        self.names: dict[str, Any] = {"__name__": "__main__"}
+        super().__init__()
         self._folder = folder
         self._inputs = PythonInputs(folder)
-
-    def cell(self, text: str) -> "Notebook":
-        text = textwrap.dedent(text)
-        name = f"<cell-{next(_numbers)}>"
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        exec(compile(text, name, "exec", dont_inherit=True), self.names)  # noqa: S102 - as IPython does
-        return self
 
     def path_of(self, name: str) -> str:
         """What the recipe says for an object of the notebook; its file is written."""
@@ -56,11 +48,11 @@ class Notebook:
 
 
 @pytest.fixture
-def notebook(tmp_path: Path) -> Notebook:
-    return Notebook(tmp_path / "a run")
+def notebook(tmp_path: Path) -> WrittenNotebook:
+    return WrittenNotebook(tmp_path / "a run")
 
 
-def test_a_function_takes_along_what_it_uses_of_all_cells(notebook: Notebook):
+def test_a_function_takes_along_what_it_uses_of_all_cells(notebook: WrittenNotebook):
     notebook.cell(
         """
         import functools, logging, re
@@ -114,18 +106,18 @@ def test_a_function_takes_along_what_it_uses_of_all_cells(notebook: Notebook):
     assert notebook.result("score", "1 22 x") == "(6.5, [None, True, inf], 'x y', 'b', 0)"
 
 
-def test_constants_have_the_values_of_the_moment_and_names_of_other_scopes_are_left_alone(notebook: Notebook):
+def test_constants_have_the_values_of_the_moment_and_names_of_other_scopes_are_left_alone(notebook: WrittenNotebook):
     notebook.cell("limit = 1\nmodel = object()\ntext = object()\nsum = max")
     notebook.cell("def f(row, text):\n    model = row\n    return [text.upper(), model, limit, sum([1, 2])]\nlimit = 7")
     assert notebook.result("f", 1, "a") == "['A', 1, 7, 2]"
 
 
-def test_a_cell_that_is_run_again_gives_the_newer_function(notebook: Notebook):
+def test_a_cell_that_is_run_again_gives_the_newer_function(notebook: WrittenNotebook):
     notebook.cell("def f():\n    return helper()\ndef helper():\n    return 1").cell("def helper():\n    return 2")
     assert notebook.result("f") == "2"
 
 
-def test_classes_and_async_functions_are_written_too(notebook: Notebook):
+def test_classes_and_async_functions_are_written_too(notebook: WrittenNotebook):
     notebook.cell(
         "import asyncio\nclass Base:\n    start = 4\nclass World(Base):\n    def reset(self):\n        return self.start"
     )
@@ -135,7 +127,7 @@ def test_classes_and_async_functions_are_written_too(notebook: Notebook):
 
 
 def test_a_function_of_a_module_keeps_its_file_and_finds_its_neighbours(
-    notebook: Notebook, tmp_path: Path, monkeypatch
+    notebook: WrittenNotebook, tmp_path: Path, monkeypatch
 ):
     name = f"rewards_{next(_numbers)}"
     (tmp_path / f"{name}.py").write_text("def score():\n    return 5\n")
@@ -167,12 +159,12 @@ def test_a_function_of_a_module_keeps_its_file_and_finds_its_neighbours(
     ],
     ids=["lambda", "closure", "decorator", "method", "callable", "partial", "object", "container", "class", "module"],
 )  # fmt: skip
-def test_what_has_no_source_is_refused_by_name(notebook: Notebook, cell: str, told: str):
+def test_what_has_no_source_is_refused_by_name(notebook: WrittenNotebook, cell: str, told: str):
     notebook.cell(cell)
     assert told in notebook.refused("f")
 
 
-def test_a_function_without_source_or_with_another_one_is_refused(notebook: Notebook):
+def test_a_function_without_source_or_with_another_one_is_refused(notebook: WrittenNotebook):
     exec("def f():\n    return 1", notebook.names)  # noqa: S102 - as an interpreter does
     assert "the source of f is not known" in notebook.refused("f")
     notebook.cell("def g():\n    return 1")
