@@ -105,11 +105,10 @@ class Run:
 
         Raises `SettingError` if it has finished and `steps` is not more than it has trained.
         """
-        given = {**settings, **({} if steps is None else {"run.steps": steps})}
-        values = {"run.dir": str(self.dir), "run.resume": "auto"} | dotted_settings(given)
+        own = {"run.dir": self.dir, "run.resume": "auto"} | ({} if steps is None else {"run.steps": steps})
+        values = _known_settings(own, settings)
         inputs = PythonInputs(self.dir)
         before: dict[str, dict[str, Any]] = msgspec.to_builtins(self.recipe)
-        refuse_unknown(nested(values))
         for section, changed in nested(inputs.settings(values)).items():
             before.setdefault(section, {}).update(changed)
         recipe = recipe_of(before)
@@ -122,7 +121,7 @@ class Run:
 
 
 def train(
-    model: str | Path,
+    model: "str | Path | Run",
     reward: Any,
     data: Any,
     *,
@@ -135,7 +134,7 @@ def train(
 ) -> Run:
     """Train a language model by reinforcement learning; returns the run when it has ended.
 
-    model: folder of a model in Hugging Face format, its name on the Hub, or the folder of a run or checkpoint.
+    model: folder of a model in Hugging Face format, its name on the Hub, the folder of a run or checkpoint, or a `Run`.
     reward: a function in TRL's or verl's form (docs/use/rewards.md), a name such as "gsm8k", "FILE.py:NAME", or a list of these.
     data, eval: a path or name on the Hub, a list of dicts or of texts, or a `datasets.Dataset`.
     tools: functions that the policy may call, with type hints and a docstring.
@@ -146,7 +145,7 @@ def train(
     checkpoint, and is raised then.
     """
     own = {
-        "model.path": model,
+        "model.path": model.model if isinstance(model, Run) else model,
         "reward.path": reward,
         "data.path": data,
         "eval.path": eval,
@@ -155,13 +154,19 @@ def train(
         "environment.tools": tools,
     }
     arguments = dict(_argument(name, value) for name, value in own.items() if value is not None)
-    values = dotted_settings({**arguments, **settings})
-    refuse_unknown(nested(values))
+    values = _known_settings(arguments, settings)
     folder = values.get("run.dir") or _free_folder()
     values["run.dir"] = str(Path(folder).resolve())
     inputs = PythonInputs(Path(values["run.dir"]))
     sections = nested(inputs.settings(values))
     return _start(sections, recipe_of(sections), inputs, on_step)
+
+
+def _known_settings(*given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by dotted name, whose values may be objects. Raises `SettingError` for an unknown one or one given twice."""
+    values = dotted_settings(*given)
+    refuse_unknown(nested(dict.fromkeys(values)))
+    return values
 
 
 def _argument(name: str, value: Any) -> tuple[str, Any]:
@@ -186,7 +191,7 @@ def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on
         raise SettingError("headrace.train starts torchrun itself; start the script with python")
     check_run_folder(recipe.run)
     run_dir = Path(recipe.run.dir)
-    is_new = not run_dir.exists()
+    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     make_run_folder(run_dir)
     try:
         inputs.write()
@@ -198,8 +203,9 @@ def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on
         # A start that is refused leaves the summary of the run before.
         return _ended(run_dir, end, after if after and after != before else {})
     except BaseException:
-        if is_new and not (run_dir / JOURNAL).exists():
+        if new and not (run_dir / JOURNAL).exists():
             _remove_inputs(run_dir)
+            remove_empty(*new)
         raise
 
 
@@ -220,4 +226,3 @@ def _remove_inputs(run_dir: Path) -> None:
     shutil.rmtree(run_dir / INPUTS, ignore_errors=True)
     with suppress(OSError):
         (run_dir / RECIPE_FILE).unlink()
-    remove_empty(run_dir)

@@ -75,15 +75,16 @@ _TRL_BATCH = 8
 Values = dict[str, Any]
 
 
-def dotted_settings(given: Mapping[str, Any]) -> Values:
-    """The value of each setting by its dotted name. Unknown names stay as they are, for `recipe_of` to refuse.
+def dotted_settings(*given: Mapping[str, Any]) -> Values:
+    """The value of each setting by its dotted name. Unknown names stay as they are, for `refuse_unknown`.
 
     Raises `SettingError` for a setting that is given twice or a short name with several meanings.
     """
     values: Values = {}
     origins: dict[str, str] = {}
-    flat = dict(_flat(given))
-    for name, value in flat.items():
+    pairs = [pair for layer in given for pair in _flat(layer)]
+    flat = dict(pairs)
+    for name, value in pairs:
         if name in (*_BATCH, *_BOTH_CLIPS):
             continue
         setting, meant = _setting_of(name, value)
@@ -122,7 +123,7 @@ def plain(value: Any) -> Any:
     """Paths as text and numbers of numpy as Python's, also within lists and dicts; anything else as it is."""
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Mapping):
+    if type(value) is dict:  # a data set with splits is another kind of dict
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
