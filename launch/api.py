@@ -72,7 +72,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The folder of the newest exported model, in Hugging Face format. Raises `SettingError` if there is none yet."""
+        """The folder of the newest exported model, in Hugging Face format. Raises `SettingError` before the first one."""
         exported = self.summary.get("export") or ""
         folder = Path(exported) if exported and Path(exported).is_dir() else exported_model(self.dir)
         if not (folder / _CONFIG_OF_MODEL).exists():

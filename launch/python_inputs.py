@@ -1,4 +1,4 @@
-"""What a Python caller passes to a run: functions and rows, written as the files that a recipe names.
+"""The functions and rows that a Python caller passes to a run, written as the files that a recipe names.
 
 They are in the folder `inputs` of the run folder, so the run's recipe can be run again from the command line.
 """

@@ -1,7 +1,7 @@
 """The source of a caller's functions, as a file that another process can load.
 
 A function of a script or of a notebook's cells is written with everything that it uses there: imports, other functions, classes, and
-constants with their present values. What has no source, such as a lambda, a closure or an object of the script, is refused by name.
+constants with their present values. Things without source, such as a lambda, a closure or an object of the script, are refused by name.
 """
 
 import __future__
@@ -153,7 +153,7 @@ class SourceFile:
 
 
 def literal(value: Any) -> str | None:
-    """The source of a number, a text, a truth value, None, or a container of these; None for anything else."""
+    """The source of a number, a text, a truth value, None, or a container of these; None for any other value."""
     kind = type(value)
     if kind is float:
         return repr(value) if abs(value) < float("inf") else f"float({str(value)!r})"
