@@ -12,8 +12,12 @@ import pytest
 from support.notebook import Notebook
 
 from headrace.comm.errors import SettingError
+from headrace.launch.config.keywords import nested
+from headrace.launch.config.load import recipe_of
+from headrace.launch.config.signature_checks import check_tools
 from headrace.launch.python_inputs import PythonInputs
 from headrace.launch.python_source import literal
+from headrace.rollout.environments.tools import tool_schemas
 
 _numbers = itertools.count()
 
@@ -124,6 +128,29 @@ def test_classes_and_async_functions_are_written_too(notebook: WrittenNotebook):
     notebook.cell("async def wait():\n    return World().reset()\ndef run():\n    return asyncio.run(wait())")
     assert notebook.result("run") == "4"
     assert notebook.path_of("World").endswith("functions.py:World")
+
+
+def test_a_tool_of_a_notebook_has_its_schema_in_the_run(tmp_path: Path):
+    notebook = Notebook().cell("import typing\nfrom typing import Literal\nOPERATORS = ('+', '-')")
+    notebook.cell(
+        """
+        def calc(a: int, operator: Literal["+", "-"], b: typing.Optional[int] = None) -> str:
+            \"\"\"Calculate.
+
+            Args:
+                a: a number
+                operator: one of two
+                b: another number
+            \"\"\"
+            return str(OPERATORS)
+        """
+    )
+    inputs = PythonInputs(tmp_path / "run")
+    settings = recipe_of(nested(inputs.settings({"environment.tools": [notebook.names["calc"]]}))).environment
+    inputs.write()
+    check_tools(settings)
+    (schema,) = tool_schemas(settings)
+    assert schema["function"]["parameters"]["properties"]["operator"]["enum"] == ["+", "-"]
 
 
 def test_a_function_of_a_module_keeps_its_file_and_finds_its_neighbours(
