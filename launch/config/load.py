@@ -44,12 +44,17 @@ def parse_recipe(text: str) -> Recipe:
     return _merge([("", _sections(text, "the run's recipe"))])
 
 
+def recipe_of(sections: Mapping[str, Any]) -> Recipe:
+    """The recipe of settings by section, whose values have Python's types; raises `SettingError`."""
+    return _merge([("", sections)])
+
+
 def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Recipe:
     """The recipe of several layers, each with the words before its errors; a later layer wins."""
     known = known_settings()
     merged: dict[str, dict[str, Any]] = {}
     for origin, layer in layers:
-        _refuse_unknown(layer, origin)
+        refuse_unknown(layer, origin)
         for section, values in layer.items():
             merged.setdefault(section, {}).update(
                 values
@@ -125,7 +130,8 @@ def _parse(word: str) -> Mapping[str, Any]:
     return value
 
 
-def _refuse_unknown(layer: Mapping[str, Any], origin: str) -> None:
+def refuse_unknown(layer: Mapping[str, Any], origin: str = "") -> None:
+    """Raise `SettingError`, which begins with `origin`, if a layer has a name that is no setting."""
     known = known_settings()
     firsts = {name.partition(".")[0]: name for name in reversed([*known])}
     for section, values in layer.items():

@@ -5,10 +5,21 @@ Invariant: `import headrace` loads nothing else, so a command line that prints h
 Start reading at `launch/command.py`.
 """
 
-__version__ = "0.1.0"
-__all__ = ["__version__"]
+from typing import TYPE_CHECKING
 
-_HOMES: dict[str, str] = {}
+if TYPE_CHECKING:
+    from .comm.errors import SettingError
+    from .launch.api import Run, RunFailed, train
+
+__version__ = "0.1.0"
+__all__ = ["Run", "RunFailed", "SettingError", "__version__", "train"]
+
+_HOMES: dict[str, str] = {
+    "Run": "headrace.launch.api",
+    "RunFailed": "headrace.launch.api",
+    "SettingError": "headrace.comm.errors",
+    "train": "headrace.launch.api",
+}
 """Each public name that is loaded when it is first used, with its module."""
 
 

@@ -1,0 +1,57 @@
+"""The texts of a run: the trajectories that it trained, and its answers in evaluations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..comm.errors import SettingError
+from ..comm.recipe import Recipe
+from ..relay.journal.evaluations import EVALUATIONS_FILE
+from .resume import ROWS
+
+
+def last_samples(run_dir: Path, recipe: Recipe, step: int | None) -> list[dict[str, Any]]:
+    """The trajectories of a step, by default of the last one whose rows are saved. Raises `SettingError` without any."""
+    from ..relay.queue.row_file import RowFile
+    from ..trainer.policy.model import load_tokenizer
+    from ..trainer.step_log import saved_steps
+
+    files = list(saved_steps(run_dir))
+    steps = sorted({number for _, number in files})
+    if not steps:
+        raise SettingError(f"run.save_rows={recipe.run.save_rows}: {run_dir}/{ROWS} has no rows of a step")
+    wanted = steps[-1] if step is None else step
+    if wanted not in steps:
+        raise SettingError(
+            f"step {wanted}: {run_dir}/{ROWS} has the rows of steps {steps[0]} to {steps[-1]}; run.save_rows=all keeps those of"
+            " all steps"
+        )
+    tokenizer = load_tokenizer(recipe.model.path)
+    samples: list[dict[str, Any]] = []
+    for path in sorted(path for path, number in files if number == wanted):
+        rows = RowFile(path, msgspec.Raw).read()
+        for key in sorted(rows):
+            columns = rows[key]
+            samples.append(
+                {
+                    "step": wanted,
+                    "prompt": tokenizer.decode(columns["prompt_ids"].tolist()),
+                    "response": tokenizer.decode(columns["response_ids"].tolist(), skip_special_tokens=True),
+                    "reward": float(columns["reward"][0]),
+                    "rewards": json.loads(columns["reward_info"].tobytes()).get("metrics", {}),
+                    "truncated": bool(columns["truncated"][0]),
+                }
+            )
+    return samples
+
+
+def last_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of the evaluations' responses; of a sample that is there twice, after a restart, the last one."""
+    path = run_dir / EVALUATIONS_FILE
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        each = json.loads(line)
+        found[each["version"], each["name"], each["row"], each["sample"]] = each
+    return list(found.values())

@@ -1,0 +1,258 @@
+"""`headrace.train` and `headrace.Run`, as a script and a notebook use them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from support.job import descendants_of
+from support.notebook import Notebook
+from support.policies import tiny_policy
+from support.source_tree import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import headrace
+from headrace.launch.config.load import read_recipe
+from headrace.launch.config.model_files import exported_model
+from headrace.launch.python_inputs import PythonInputs
+
+DEADLINE_S = 800
+POLICY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMALL: dict[str, Any] = {
+    "num_generations": 2,
+    "batch": {"prompts_per_step": 2},
+    "max_completion_length": 4,
+    "checkpoint.every": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small policy under the name of README's."""
+    folder = tmp_path_factory.mktemp("a user")
+    path = tiny_policy(folder, "llama")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    tokenizer.save_pretrained(path)
+    (folder / POLICY).parent.mkdir()
+    path.rename(folder / POLICY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def readme_run(home: Path) -> headrace.Run:
+    """The run of README's script, which has two steps here."""
+    text = re.search(r"```python\n(import headrace.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert text is not None and text[1].count("steps=60") == 1
+    (home / "script.py").write_text(text[1].replace("steps=60", "steps=2"))
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=home, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step    2/2" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith(f"{home}/runs/run/checkpoints/step_2/hf {{'eval/version': 2.0")
+    return headrace.Run(home / "runs" / "run")
+
+
+def test_readmes_script_gives_a_run_with_its_metrics_samples_and_answers(readme_run: headrace.Run):
+    assert [metrics["step"] for metrics in readme_run.metrics] == [0, 1]
+    assert readme_run.summary["status"] == "finished"
+    assert repr(readme_run) == f"Run({str(readme_run.dir)!r}): finished, 2 steps"
+    samples = readme_run.samples()
+    mean = sum(sample["reward"] for sample in samples) / len(samples)
+    assert len(samples) == 128 and mean == pytest.approx(readme_run.metrics[1]["reward/mean"])
+    assert {sample["step"] for sample in samples} == {1}
+    assert all(
+        re.fullmatch(r"What is \d+ \+ \d+\? Answer with the number only\.\n", each["prompt"]) for each in samples
+    )
+    assert all(each["rewards"] == {"right": each["reward"]} for each in samples)
+    assert readme_run.samples(0)[0]["step"] == 0
+    with pytest.raises(headrace.SettingError, match=r"step 7: .*/rows has the rows of steps 0 to 1"):
+        readme_run.samples(7)
+    answers = readme_run.evaluations()
+    assert len(answers) == 200 and {answer["version"] for answer in answers} == {0, 2}
+
+
+def test_a_run_has_its_model_which_can_be_copied_and_trained_again(readme_run: headrace.Run, tmp_path: Path):
+    assert readme_run.model == readme_run.dir / "checkpoints" / "step_2" / "hf"
+    copied = readme_run.export(tmp_path / "my model")
+    AutoModelForCausalLM.from_pretrained(copied)
+    with pytest.raises(headrace.SettingError, match="my model exists; give a new folder"):
+        readme_run.export(copied)
+    for folder in (readme_run.dir, readme_run.dir / "checkpoints" / "step_2", readme_run.model):
+        assert exported_model(folder) == readme_run.model
+
+
+def test_the_recipe_of_a_run_from_python_is_one_of_the_command_line(readme_run: headrace.Run, tmp_path: Path):
+    recipe = read_recipe(readme_run.dir / "recipe.yaml")
+    assert (recipe.run.steps, recipe.optimizer.lr, recipe.data.chat_template) == (2, 3e-5, "tokenizer")
+    assert recipe.reward.path == f"{readme_run.dir}/inputs/functions.py:right"
+    assert readme_run.recipe.sampling == recipe.sampling
+    command = ["-m", "headrace.launch.run", str(readme_run.dir / "recipe.yaml"), f"run.dir={tmp_path}", "--dry-run"]
+    subprocess.run([sys.executable, *command], cwd="/", timeout=DEADLINE_S, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_run_that_has_ended_is_not_resumed_without_more_steps(readme_run: headrace.Run):
+    before = (readme_run.dir / "recipe.yaml").read_text()
+    with pytest.raises(headrace.SettingError, match=r"has finished after step 2; resume\(steps=N\) with more than 2"):
+        readme_run.resume()
+    with pytest.raises(headrace.SettingError, match="unknown setting 'stepz'"):
+        readme_run.resume(stepz=3)
+    assert (readme_run.dir / "recipe.yaml").read_text() == before
+
+
+def test_a_folder_with_a_run_keeps_its_files_when_another_run_is_refused_there(readme_run: headrace.Run):
+    before = (readme_run.dir / "inputs" / "prompts.jsonl").read_text()
+    with pytest.raises(headrace.SettingError, match=r"run.dir: .* holds a run already"):
+        headrace.train(readme_run, "length", ["other"], run_dir=readme_run.dir)
+    assert (readme_run.dir / "inputs" / "prompts.jsonl").read_text() == before
+
+
+def test_a_notebook_stops_and_resumes_its_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """An error of its callback ends the run in order and is raised as it is; no process is left then. True ends it too."""
+    monkeypatch.chdir(tmp_path)
+    notebook = Notebook().cell("import headrace\nLONGEST = 40\nfull = OSError(28, 'mine is full')\nsteps = []")
+    notebook.cell("def long(completion_ids, **rest):\n    return [len(ids) / LONGEST for ids in completion_ids]")
+    notebook.cell("def fail(metrics):\n    if metrics['step'] == 1:\n        raise full")
+    notebook.names |= {"small": SMALL, "policy": home / POLICY}
+    notebook.cell("def train():\n    return headrace.train(policy, long, ['a', 'b'], steps=500, on_step=fail, **small)")
+    children = set(descendants_of(os.getpid()))
+    with pytest.raises(OSError, match="mine is full") as raised:
+        notebook.cell("train()")
+    assert raised.value is notebook.names["full"]
+    assert set(descendants_of(os.getpid())) <= children
+    run = headrace.Run(tmp_path / "runs" / "run")
+    assert run.summary["status"] == "interrupted" and run.model.is_dir()
+    trained = run.summary["steps"]
+    assert 2 <= trained < 500
+    seen = list[int]()
+
+    def stop(metrics: dict[str, Any]) -> bool:
+        seen.append(metrics["step"])
+        return len(seen) == 2
+
+    resumed = run.resume(on_step=stop)
+    assert resumed.summary["status"] == "interrupted" and trained + 2 <= resumed.summary["steps"] < 500
+    assert seen == [trained, trained + 1]
+    assert f"the run continues after step {trained}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"reward": lambda text: 1}, "reward.path: a lambda has no name"),
+        ({"model": object()}, "model.path: a model is the path of its folder or its name on the Hub, not an object of type object"),
+        ({"data": {"prompt": ["a"]}}, "data.path: rows are a path, a list of dicts or of texts, .* not an object of type dict"),
+        ({"data": iter(["a"])}, "data.path: rows are .* not an object of type list_iterator"),
+        ({"data": [{"prompt": "a"}, 3]}, "data.path: row 2 is a int, neither a dict of columns nor a text"),
+        ({"eval": [{"prompt": "a", "image": object()}]}, "eval.path: the column image has values that JSON cannot hold"),
+        ({"steps": 0}, "run.steps=0 is not allowed"),
+        ({"stepz": 3}, "unknown setting 'stepz'"),
+        ({"environment": Notebook}, "'environment' is a section; set one of its settings, such as environment.path"),
+        ({"data": {"path": ["a"], "prompt_column": "prompt"}, "data.path": "b"}, "data.path is given twice"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_before_anything_is_written(
+    arguments: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    given = {"model": "m", "reward": "length", "data": ["a"]} | arguments
+    with pytest.raises(headrace.SettingError, match=told):
+        headrace.train(**given)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_mistake_that_the_launcher_finds_is_raised_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(headrace.SettingError, match=r"^model.path: nowhere does not exist$"):
+        headrace.train("nowhere", "length", ["a"])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_torchrun_does_not_start_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(headrace.SettingError, match="starts torchrun itself; start the script with python"):
+        headrace.train("m", "length", ["a"], run_dir=tmp_path / "run")
+
+
+def test_a_folder_without_a_run_is_not_opened(tmp_path: Path):
+    with pytest.raises(headrace.SettingError, match="holds no run"):
+        headrace.Run(tmp_path)
+
+
+class Table:
+    """Rows as a `datasets.Dataset` has them."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("form", [list, Table])
+def test_rows_become_a_file_with_plain_values(tmp_path: Path, form: Any):
+    rows = [
+        {"prompt": "a\n", "n": np.int64(3), "v": np.ones(2), "p": (1, Path("x")), "no": float("nan")},
+        {"prompt": "b"},
+    ]
+    inputs = PythonInputs(tmp_path / "run")
+    found = inputs.settings({"data.path": form(rows)})
+    inputs.write()
+    lines = Path(found["data.path"]).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"prompt": "a\n", "n": 3, "v": [1.0, 1.0], "p": [1, "x"], "no": None},
+        {"prompt": "b"},
+    ]
+
+
+def test_a_data_set_of_the_library_is_written_and_one_with_splits_is_not(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"prompt": ["a", "b"], "n": [1, 2]})
+    inputs = PythonInputs(tmp_path / "run")
+    inputs.settings({"eval.path": table})
+    inputs.write()
+    assert (tmp_path / "run/inputs/held_out.jsonl").read_text() == '{"prompt": "a", "n": 1}\n{"prompt": "b", "n": 2}\n'
+    with pytest.raises(
+        headrace.SettingError, match=r"not an object of type DatasetDict; choose a split, such as \['train'\]"
+    ):
+        headrace.train("m", "length", datasets.DatasetDict(train=table))
+
+
+def test_a_list_of_texts_has_prompts_and_a_list_of_existing_files_has_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"prompt": "a"}\n')
+    inputs = PythonInputs(tmp_path / "run")
+    assert inputs.settings({"data.path": ["a.jsonl", Path("a.jsonl")]}) == {"data.path": [f"{tmp_path}/a.jsonl"] * 2}
+    inputs.settings({"data.path": ["a.jsonl", "is a file"]})
+    inputs.write()
+    assert (tmp_path / "run/inputs/prompts.jsonl").read_text() == '{"prompt": "a.jsonl"}\n{"prompt": "is a file"}\n'
+
+
+def test_paths_become_absolute_and_other_words_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text("def score(): ...\n")
+    Path("gsm8k").mkdir()
+    given = {
+        "reward.path": ["gsm8k", "rewards.py:score"],
+        "data.path": "gsm8k",
+        "model.dtype": "gsm8k",
+        "model.path": "a/b",
+    }
+    found = PythonInputs(tmp_path / "run").settings(given)
+    assert found["reward.path"] == ["gsm8k", f"{tmp_path}/rewards.py:score"]
+    assert (found["data.path"], found["model.dtype"], found["model.path"]) == (f"{tmp_path}/gsm8k", "gsm8k", "a/b")
+    assert yaml.safe_load(yaml.safe_dump(found)) == found
