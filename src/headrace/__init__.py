@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .comm.errors import SettingError
-    from .launch.api import Run, RunFailed, train
+    from .launch.python.api import Run, RunFailed, train
 
 __version__ = "0.1.0"
 __all__ = ["Run", "RunFailed", "SettingError", "__version__", "train"]
 
 _HOMES: dict[str, str] = {
-    "Run": "headrace.launch.api",
-    "RunFailed": "headrace.launch.api",
+    "Run": "headrace.launch.python.api",
+    "RunFailed": "headrace.launch.python.api",
     "SettingError": "headrace.comm.errors",
-    "train": "headrace.launch.api",
+    "train": "headrace.launch.python.api",
 }
 """Each public name that is loaded when it is first used, with its module."""
 

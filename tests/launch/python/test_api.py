@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import headrace
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.model_files import exported_model
-from headrace.launch.python_inputs import PythonInputs
+from headrace.launch.python.inputs import PythonInputs
 
 DEADLINE_S = 800
 POLICY = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -10,9 +10,9 @@ from typing import Any
 from msgspec import inspect as kinds
 
 from ...comm.errors import SettingError
-from .load import LAB, known_settings
-from .peer_names import PEERS
-from .values import members_of
+from ..config.load import LAB, known_settings
+from ..config.peer_names import PEERS
+from ..config.values import members_of
 
 _LIKE_TRL = """adam_beta1 adam_beta2 beta delta epsilon_high eval_steps gradient_checkpointing learning_rate lora_alpha lora_r
     lora_target_modules lr_scheduler_type mask_truncated_completions max_completion_length max_steps model_name_or_path

@@ -6,17 +6,17 @@ from typing import Any
 
 import msgspec
 
-from ..comm.errors import SettingError
-from ..comm.recipe import Recipe
-from ..relay.journal.evaluations import EVALUATIONS_FILE
-from .resume import ROWS
+from ...comm.errors import SettingError
+from ...comm.recipe import Recipe
+from ...relay.journal.evaluations import EVALUATIONS_FILE
+from ..resume import ROWS
 
 
 def last_samples(run_dir: Path, recipe: Recipe, step: int | None) -> list[dict[str, Any]]:
     """The trajectories of a step, by default of the last one whose rows are saved. Raises `SettingError` without any."""
-    from ..relay.queue.row_file import RowFile
-    from ..trainer.policy.model import load_tokenizer
-    from ..trainer.step_log import saved_steps
+    from ...relay.queue.row_file import RowFile
+    from ...trainer.policy.model import load_tokenizer
+    from ...trainer.step_log import saved_steps
 
     files = list(saved_steps(run_dir))
     steps = sorted({number for _, number in files})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.launch.watched_run import NewSteps, RunEnd, WatchedRun, last_log_lines
+from headrace.launch.python.watched_run import NewSteps, RunEnd, WatchedRun, last_log_lines
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from ..comm.errors import SettingError
-from ..relay.dataset.rows import as_json
-from ..relay.dataset.user_rows import is_python
-from .config.keywords import plain
-from .config.model_files import exported_model
-from .python_source import SourceFile, importable
+from ...comm.errors import SettingError
+from ...relay.dataset.rows import as_json
+from ...relay.dataset.user_rows import is_python
+from ..config.model_files import exported_model
+from .keywords import plain
+from .source import SourceFile, importable
 
 INPUTS = "inputs"
 """Folder of these files in the run folder."""

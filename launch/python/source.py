@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from ..comm.errors import SettingError
+from ...comm.errors import SettingError
 
 _FUTURE = "from __future__ import annotations"
 _CONTAINERS: Mapping[type, tuple[str, str]] = {

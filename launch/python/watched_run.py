@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .processes.launched import LauncherProcess
-from .resume import METRICS
+from ..processes.launched import LauncherProcess
+from ..resume import METRICS
 
 OnStep = Callable[[dict[str, Any]], object]
 """Gets the metrics of a step; True ends the run in order."""

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config import keywords
-from headrace.launch.config.keywords import dotted_settings, nested, plain
 from headrace.launch.config.load import known_settings, recipe_of
 from headrace.launch.config.peer_names import PEERS
+from headrace.launch.python import keywords
+from headrace.launch.python.keywords import dotted_settings, nested, plain
 
 
 def told_of(**settings: Any) -> str:

@@ -12,11 +12,11 @@ import pytest
 from support.notebook import Notebook
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config.keywords import nested
 from headrace.launch.config.load import recipe_of
 from headrace.launch.config.signature_checks import check_tools
-from headrace.launch.python_inputs import PythonInputs
-from headrace.launch.python_source import literal
+from headrace.launch.python.inputs import PythonInputs
+from headrace.launch.python.keywords import nested
+from headrace.launch.python.source import literal
 from headrace.rollout.environments.tools import tool_schemas
 
 _numbers = itertools.count()

@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 import yaml
 
-from ..comm.errors import HeadraceError, SettingError
-from ..comm.recipe import Recipe, RunSettings
-from .config.keywords import dotted_settings, nested
-from .config.load import CONFIG_FILE, known_settings, read_recipe, recipe_of, refuse_unknown
-from .config.model_files import exported_model
-from .config.run_folder import make_run_folder, remove_empty
-from .python_inputs import INPUTS, PythonInputs
-from .report.summary import read_summary
-from .resume import JOURNAL, METRICS, finished_after
-from .run_samples import last_evaluations, last_samples
+from ...comm.errors import HeadraceError, SettingError
+from ...comm.recipe import Recipe, RunSettings
+from ..config.load import CONFIG_FILE, known_settings, read_recipe, recipe_of, refuse_unknown
+from ..config.model_files import exported_model
+from ..config.run_folder import make_run_folder, remove_empty
+from ..report.summary import read_summary
+from ..resume import JOURNAL, METRICS, finished_after
+from .inputs import INPUTS, PythonInputs
+from .keywords import dotted_settings, nested
+from .samples import last_evaluations, last_samples
 from .watched_run import OnStep, RunEnd, WatchedRun, last_log_lines
 
 RECIPE_FILE = "recipe.yaml"
@@ -185,7 +185,7 @@ def _free_folder() -> Path:
 
 def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on_step: OnStep | None) -> Run:
     """Write the recipe and its files, run it, and return the run; a refused start leaves no new folder."""
-    from .config.checks import check_run_folder
+    from ..config.checks import check_run_folder
 
     if "LOCAL_WORLD_SIZE" in os.environ:
         raise SettingError("headrace.train starts torchrun itself; start the script with python")
