@@ -1,12 +1,10 @@
 """The end of a trajectory: its reward, and then its row."""
 
-import json
 from typing import TYPE_CHECKING
 
 from ..comm.recipe import RewardSettings
 from .engine.sequence import Completion
 from .leases import HeldLeases, LeasedRow
-from .rewards.calls import ScoreRequest
 from .rewards.groups import WholeGroups
 from .row_writer import FinishedRow, Writer
 
@@ -23,7 +21,7 @@ class Scoring:
         self._leases = leases
         self._row_writer = row_writer
         self._groups = WholeGroups(leases.held) if settings.batch == "group" else None
-        self._scored: list[ScoreRequest] = []
+        self._scored: list[FinishedRow] = []
 
     @property
     def backlog(self) -> int:
@@ -33,20 +31,20 @@ class Scoring:
     def score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
         """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
         held.completion = completion
-        request = ScoreRequest(held, held.row, completion.text, completion.token_ids, held.version, failure=failure)
+        row = FinishedRow(held, completion.text, failure=failure)
         if held.episode is not None:
-            request.completion = held.episode.response()
-            request.reward = None if self._has_function or failure else 0.0
-        if failure or request.reward is not None:
-            self._scored.append(request)
+            row.response = held.episode.response()
+            row.reward = None if self._has_function or failure else 0.0
+        if failure or row.reward is not None:
+            self._scored.append(row)
         elif self._groups is not None:
-            self._groups.add(request)
+            self._groups.add(row)
         else:
-            self._rewards.submit(request)
+            self._rewards.submit(row)
 
     def fail(self, held: LeasedRow, failure: str) -> None:
         """Finish a trajectory that has not begun."""
-        self._finish(held, ScoreRequest(held, held.row, "", [], failure=failure))
+        self._finish(FinishedRow(held, failure=failure))
 
     def advance(self) -> None:
         """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
@@ -54,22 +52,20 @@ class Scoring:
             self._rewards.submit(*group)
         scored = [*self._scored, *self._rewards.finished()]
         self._scored = []
-        for each in scored:
-            held: LeasedRow = each.key
+        for row in scored:
+            held = row.held
             if self._leases.held.get(held.row_id.number) is not held:
                 continue  # leased again on another version, or leased to another rollout
             if held.claim_id:
-                self._scored.append(each)
+                self._scored.append(row)
             else:
-                each.reward = None if each.reward is None else each.reward + held.episode_reward
-                self._finish(held, each)
+                row.set_reward(None if row.reward is None else row.reward + held.episode_reward)
+                self._finish(row)
 
     def close(self) -> None:
         """Stop; trajectories without a reward stay unscored."""
         self._rewards.close()
 
-    def _finish(self, held: LeasedRow, scored: ScoreRequest) -> None:
-        del self._leases.held[held.row_id.number]
-        response = scored.completion
-        text = response if isinstance(response, str) else json.dumps(response)
-        self._row_writer.submit(FinishedRow(held, scored.reward, scored.failure, scored.info, text))
+    def _finish(self, row: FinishedRow) -> None:
+        del self._leases.held[row.held.row_id.number]
+        self._row_writer.submit(row)

@@ -132,7 +132,9 @@ class GeneratorService:
         del self._leases.held[sample.row_id.number]
         tokens = (list(prompt_ids), list(response_ids), list(logprobs))
         sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="length" if truncated else "stop")
-        self._row_writer.submit(FinishedRow(sample, reward, failure))
+        row = FinishedRow(sample, failure=failure)
+        row.set_reward(reward)
+        self._row_writer.submit(row)
 
     def close(self) -> None:
         """Deliver the submitted trajectories, report the unfinished ones to the hub, close the connections."""

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from ...comm.plugins import load_object
 from ...comm.recipe import RewardSettings
-from .calls import ScoreRequest
+from ..row_writer import FinishedRow
 from .pool import RewardPool
 
 
@@ -16,11 +16,11 @@ class Rewards(Protocol):
         """Trajectories that wait although the next calls are full: more of them would only get older."""
         ...
 
-    def submit(self, *requests: ScoreRequest) -> None:
+    def submit(self, *requests: FinishedRow) -> None:
         """Queue trajectories that are scored together."""
         ...
 
-    def finished(self) -> list[ScoreRequest]:
+    def finished(self) -> list[FinishedRow]:
         """The trajectories scored since the last call."""
         ...
 

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .calls import ScoreRequest
-
 if TYPE_CHECKING:
     from ...comm.messages import GroupId
     from ..leases import LeasedRow
+    from ..row_writer import FinishedRow
 
 
 class WholeGroups:
@@ -18,17 +17,17 @@ class WholeGroups:
 
     def __init__(self, held: Mapping[int, "LeasedRow"]) -> None:
         self._held = held
-        self._waiting: dict[GroupId, list[ScoreRequest]] = {}
+        self._waiting: dict[GroupId, list[FinishedRow]] = {}
 
-    def add(self, request: ScoreRequest) -> None:
+    def add(self, row: "FinishedRow") -> None:
         """Keep a finished sample."""
-        self._waiting.setdefault(request.key.row_id.group, []).append(request)
+        self._waiting.setdefault(row.held.row_id.group, []).append(row)
 
-    def complete(self) -> list[list[ScoreRequest]]:
+    def complete(self) -> "list[list[FinishedRow]]":
         """The groups that have become complete, their samples in order. Samples whose lease is gone are left out."""
         if not self._waiting:
             return []
         unfinished = {held.row_id.group for held in self._held.values() if held.completion is None}
         groups = [self._waiting.pop(group) for group in list(self._waiting) if group not in unfinished]
-        kept = [[each for each in group if self._held.get(each.key.row_id.number) is each.key] for group in groups]
-        return [sorted(group, key=lambda each: each.key.row_id.sample) for group in kept if group]
+        kept = [[each for each in group if self._held.get(each.held.row_id.number) is each.held] for group in groups]
+        return [sorted(group, key=lambda each: each.held.row_id.sample) for group in kept if group]

@@ -29,7 +29,7 @@ from headrace.rollout.environments.base import Episode, Messages
 from headrace.rollout.generators.base import GeneratorProfile, Weights
 from headrace.rollout.loop import Rollout
 from headrace.rollout.migration.migration import MoveDeadlines
-from headrace.rollout.rewards.calls import ScoreRequest
+from headrace.rollout.row_writer import FinishedRow
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLES, STREAM_TOKENS = 3, 8
@@ -96,15 +96,16 @@ class TokenSums:
     """Rewards each trajectory with the sum of its tokens, a fingerprint of it."""
 
     def __init__(self) -> None:
-        self.done: list[ScoreRequest] = []
+        self.done: list[FinishedRow] = []
         self.backlog = 0
 
-    def submit(self, *requests: ScoreRequest) -> None:
-        for request in requests:
-            request.reward = float(sum(request.completion_ids))
-        self.done += requests
+    def submit(self, *rows: FinishedRow) -> None:
+        for row in rows:
+            assert row.held.completion is not None
+            row.reward = float(sum(row.held.completion.token_ids))
+        self.done += rows
 
-    def finished(self) -> list[ScoreRequest]:
+    def finished(self) -> list[FinishedRow]:
         done, self.done = self.done, []
         return done
 
