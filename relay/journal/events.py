@@ -270,7 +270,6 @@ class Ending(Event, frozen=True, kw_only=True):
     error: str = ""
     exit_code: int = 0
     gone: str = ""
-    steps: int = 0
     facts: dict[str, float | int | str] | None = None
 
 
