@@ -12,7 +12,7 @@ from ...comm.plugins import adapter_class
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet
     from ...comm.recipe import Recipe
-    from ...relay.weights.slots import Receipt
+    from ...comm.messages.weights import WeightsPulled
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 
@@ -121,7 +121,7 @@ class Generator(Protocol):
         """Every unfinished trajectory, with its tokens from number `counts[trajectory_id]` on, or all of them."""
         ...
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> "Receipt":
+    def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         """Switch to the newest version. Unfinished trajectories continue under it, with their caches computed again.
 
         While it is idle, to `version` if one is given. Raises `VersionNotAvailable` if no process has that one any more;

@@ -14,8 +14,8 @@ from ..weights import RolloutWeights
 
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet
+    from ...comm.messages.weights import WeightsPulled
     from ...comm.recipe import Recipe
-    from ...relay.weights.slots import Receipt
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
     from ..environments.base import Episode, Messages
@@ -88,7 +88,7 @@ class BuiltinGenerator:
     def tokens_since(self, counts: Mapping[int, int]) -> "list[SequencePart]":
         return self.engine.tokens_since(counts)
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> "Receipt":
+    def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         return self.lead.take_weights(self.weights, deadline_s, version)
 
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> "list[SequenceState]":

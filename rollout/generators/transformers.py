@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from ...comm.errors import SettingError
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
-from ...relay.weights.slots import Receipt
+from ...comm.messages.weights import WeightsPulled
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
 from ..engine.chat_template import prompt_tokens
 from ..engine.sampling import SamplingParams
@@ -108,7 +108,7 @@ class TransformersGenerator:
     def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
         raise AssertionError("`can_stream` is False")
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
+    def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:
         return self.weights.pull(deadline_s)
 
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:

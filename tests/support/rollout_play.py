@@ -12,6 +12,7 @@ from support.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import RowId, VersionReady
 from headrace.comm.messages.migration import MigrateOrder, MigrateResult
+from headrace.comm.messages.weights import WeightsPulled
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
 from headrace.relay.dataset.order import PromptPool
@@ -22,7 +23,7 @@ from headrace.relay.journal.journal import Journal, read_events, replay
 from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
-from headrace.relay.weights.slots import Receipt, VersionNotAvailable
+from headrace.relay.weights.slots import VersionNotAvailable
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.chat_template import text_tokens
 from headrace.rollout.environments.base import Episode, Messages
@@ -78,12 +79,12 @@ class EngineGenerator(Engine):
     def prompt_ids(self, row: dict[str, str]) -> list[int]:
         return [5 + int(row["prompt"][1:])] * 20
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
+    def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:
         wanted = self.weights.newest() if version is None else version
         if wanted < self.loaded.oldest:
             raise VersionNotAvailable(f"version {wanted} is gone")
         self.weights.version = wanted
-        return Receipt(wanted, "digest")
+        return WeightsPulled(wanted, "digest")
 
     def observation_ids(self, episode: Episode, observation: str | Messages) -> list[int]:
         return text_tokens(str(observation), self.text.tokenizer)
