@@ -11,15 +11,14 @@ from ...comm.plugins import adapter_class
 
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet
-    from ...comm.recipe import Recipe
     from ...comm.messages.weights import WeightsPulled
+    from ...comm.recipe import Recipe
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
     "emulated": "headrace.launch.lab.emulated.generator:EmulatedGenerator",
-    "transformers": ".transformers:TransformersGenerator",
 }
 """Classes, called with (fleet, recipe)."""
 
