@@ -59,6 +59,7 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: R
             lengths=batch.response_lengths,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
+            behaviour_logprobs=batch.rollout_logprobs,
             clip_dual=algorithm.clip_dual,
         )
     )
