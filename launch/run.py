@@ -25,9 +25,10 @@ from .config.gpus import Gpus
 from .config.load import read_recipe
 from .placement import place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun, refuse_start
-from .processes.child import block_signals, print_message
+from .processes.child import print_message
 from .processes.joining import join_run
 from .processes.rank import prepare, run_rank, tell_finished
+from .processes.signals import block_signals
 from .report.summary import print_summary, read_summary
 from .resume import finished_after
 
