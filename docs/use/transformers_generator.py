@@ -5,7 +5,7 @@ An example of an adapter (`rollout/generators/base.py`). It has to run prompts, 
 computed again by the policy. The parameters are views of the rollout's weights, so that a new version replaces them in place.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -103,7 +103,7 @@ class TransformersGenerator:
     def unfinished(self) -> list[SequenceProgress]:
         return [SequenceProgress(request.trajectory_id, len(request.prompt_ids)) for request in self._queue]
 
-    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+    def responses(self) -> list[SequencePart]:
         raise AssertionError("`can_stream` is False")
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:

@@ -4,7 +4,7 @@ The rollout's loop works with any generator: the project's own engine, a library
 generator is imported when it is chosen, so that an emulated rollout loads no library of models.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...comm.plugins import adapter_class
@@ -47,7 +47,7 @@ class Generator(Protocol):
     can_migrate: bool
     """Whether `export_sequences` and `import_sequences` work."""
     can_stream: bool
-    """Whether `tokens_since` works, `take_weights` has older versions, and a step adds one token to a trajectory."""
+    """Whether `responses` works, `take_weights` has older versions, and a step adds one token to a trajectory."""
     context: int
     """Most tokens of prompt and response together."""
     kv_capacity: int
@@ -116,8 +116,8 @@ class Generator(Protocol):
         """Every unfinished trajectory."""
         ...
 
-    def tokens_since(self, counts: Mapping[int, int]) -> "list[SequencePart]":
-        """Every unfinished trajectory, with its tokens from number `counts[trajectory_id]` on, or all of them."""
+    def responses(self) -> "list[SequencePart]":
+        """Every unfinished trajectory, with its response so far."""
         ...
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":

@@ -1,6 +1,6 @@
 """The project's own engine as a generator: `rollout.engine=builtin`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
@@ -85,8 +85,8 @@ class BuiltinGenerator:
     def unfinished(self) -> "list[SequenceProgress]":
         return self.engine.unfinished()
 
-    def tokens_since(self, counts: Mapping[int, int]) -> "list[SequencePart]":
-        return self.engine.tokens_since(counts)
+    def responses(self) -> "list[SequencePart]":
+        return self.engine.responses()
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         return self.lead.take_weights(self.weights, deadline_s, version)

@@ -1,7 +1,7 @@
 """A generator on an emulated device: `rollout.engine=emulated`. Time passes and tokens are counted; nothing is computed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -141,13 +141,13 @@ class EmulatedGenerator:
         unfinished = (*device.running.values(), *device.waiting)
         return [SequenceProgress(sequence.trajectory_id, device.num_tokens(sequence)) for sequence in unfinished]
 
-    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+    def responses(self) -> list[SequencePart]:
         parts: list[SequencePart] = []
         for sequence in (*self.device.running.values(), *self.device.waiting):
-            num_new = self.device.num_tokens(sequence) - sequence.num_prompt - counts.get(sequence.trajectory_id, 0)
+            num_tokens = self.device.num_tokens(sequence) - sequence.num_prompt
             prompt = [0] * sequence.num_prompt
-            tokens = [0] * num_new
-            parts.append(SequencePart(sequence.trajectory_id, 0, prompt, tokens, [0.0] * num_new))
+            tokens = [0] * num_tokens
+            parts.append(SequencePart(sequence.trajectory_id, 0, prompt, tokens, [0.0] * num_tokens))
         return parts
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:
