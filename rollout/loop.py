@@ -35,10 +35,10 @@ from .migration.migration import Migration, MoveDeadlines
 from .migration.transport import Transfers
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
-from .rewards.base import Rewards, open_rewards
+from .rewards.pool import Rewards, open_rewards
 from .row_writer import RowWriter, Writer
 from .scoring import Scoring
-from .user_code.pool import PATIENCE
+from .user_code.host import PATIENCE
 
 _log = logging.getLogger(__name__)
 

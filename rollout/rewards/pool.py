@@ -9,15 +9,15 @@ import queue
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from ...comm.errors import SettingError
+from ...comm.plugins import load_object
 from ...comm.recipe import RewardSettings
 from ..row_writer import LARGEST, FinishedRow
-from ..user_code.host import UserCall, UserCodeHost
-from ..user_code.pool import UserCodePool
+from ..user_code.host import UserCall, UserCodeHost, UserCodePool
 
 MAX_BATCH = 64
 """Most samples of a call, unless one group has more."""
@@ -29,6 +29,34 @@ UNSCORED = "the reward function returned None"
 
 Unit = list[FinishedRow]
 """Samples that are scored by one call: a single one, or a group."""
+
+
+class Rewards(Protocol):
+    """Scores trajectories; neither `submit` nor `finished` blocks."""
+
+    @property
+    def backlog(self) -> int:
+        """Trajectories that wait although the next calls are full: more of them would only get older."""
+        ...
+
+    def submit(self, *requests: FinishedRow) -> None:
+        """Queue trajectories that are scored together."""
+        ...
+
+    def finished(self) -> list[FinishedRow]:
+        """The trajectories scored since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Stop; pending trajectories stay unscored."""
+        ...
+
+
+def open_rewards(settings: RewardSettings, num_steps: int, engine: str) -> Rewards:
+    """The reward functions in processes of their own. The trajectories of `rollout.engine=emulated` have no text that they could score."""
+    if engine == "emulated":
+        return load_object("rollout.engine", "headrace.launch.lab.emulated.rewards:EmulatedRewards")()
+    return RewardPool(settings, num_steps).start()
 
 
 class _Info(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

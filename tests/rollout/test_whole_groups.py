@@ -3,8 +3,8 @@
 from headrace.comm.messages import GroupId
 from headrace.rollout.engine.sequence import Completion
 from headrace.rollout.leases import LeasedRow
-from headrace.rollout.rewards.groups import WholeGroups
 from headrace.rollout.row_writer import FinishedRow
+from headrace.rollout.scoring import WholeGroups
 
 DONE = Completion(1, [0], [0], [0.0], "stop")
 
