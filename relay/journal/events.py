@@ -237,7 +237,7 @@ class Published(Event, frozen=True, kw_only=True):
 
 
 class Received(Event, frozen=True, kw_only=True):
-    """`holder` switched to `version`: its receipt."""
+    """`holder` switched to `version`; the digest proves it."""
 
     version: int
     digest: str
