@@ -6,20 +6,30 @@ ends with the supervisor. Other processes on the host open the owner's descripto
 Readers lock slots with shared byte-range locks and the writer with an exclusive one; the kernel frees the locks of a dead
 process. A lock only keeps a slot from being chosen for the next version. The slot's generation, which the reader checks again
 after its copy, tells whether the copy is valid.
+
+For copies from and to a GPU, memory is *pinned*: registered with CUDA, and unregistered before it is unmapped. The driver keeps
+the pages of a registration, not its address. Memory that is mapped later at an address which is still registered would be
+copied from the old pages, without an error.
 """
 
+import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import struct
 import threading
+import weakref
 from collections import defaultdict
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
 from .environment import SEGMENT_FD
 from .memfd import HEAD_BYTES, create_memory, open_memory, path_of
+
+_log = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 _PAGE = 4096
@@ -149,5 +159,51 @@ class Segment:
         return True
 
 
+def pin(buffer: np.ndarray) -> bool:
+    """Register a buffer for as long as this array lives; False without a GPU, and where CUDA refuses, which makes copies slower."""
+    import torch  # here, since a relay without a GPU starts without it
+
+    if not torch.cuda.is_available() or not buffer.nbytes:
+        return False
+    error = int(_runtime().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
+    if error:
+        _log.warning("CUDA does not pin %d bytes of host memory (error %d); copies are slower", buffer.nbytes, error)
+        _clear_error()
+        return False
+    weakref.finalize(buffer, _unpin, buffer.ctypes.data).atexit = False  # CUDA may have ended before
+    return True
+
+
+def host_buffer(num_bytes: int) -> np.ndarray:
+    """Zeroed host memory, uint8 [num_bytes], with all pages mapped, and pinned where there is a GPU.
+
+    It takes no more than these bytes, where torch's allocator of pinned memory takes the next power of two.
+    """
+    buffer = np.full(num_bytes, 0, np.uint8)  # `np.zeros` maps no pages
+    pin(buffer)
+    return buffer
+
+
 def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
+
+
+def _unpin(address: int) -> None:
+    """End the registration of the buffer at this address."""
+    if error := int(_runtime().cudaHostUnregister(address)):
+        _log.warning("CUDA does not release pinned host memory (error %d)", error)
+        _clear_error()
+
+
+def _runtime() -> Any:
+    import torch
+
+    return torch.cuda.cudart()
+
+
+def _clear_error() -> None:
+    """Take the thread's last CUDA error, which the next kernel would report as its own."""
+    import torch
+
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)

@@ -189,7 +189,7 @@ def _evaluate(request: EvalRequest) -> int:
     started = time.monotonic()
     with _opened(request.out, recipe.comm.deadline_s) as file:
         from ..rollout.local_evaluation import LocalEvaluation, LocalGenerator
-        from ..rollout.rewards.base import open_rewards
+        from ..rollout.rewards.pool import open_rewards
 
         num_samples = recipe.eval.samples * sum(prompts.num_prompts.values())
         generator = LocalGenerator(recipe, longest, num_samples, request.max_running)

@@ -42,7 +42,8 @@ def _host(words: Sequence[str], recipe: str | None) -> int:
 def _rank(words: Sequence[str]) -> int:
     """The part of one rank. A mistake ends torchrun after one line; a rank whose processes end in order after a signal returns 0."""
     from .processes.agent import refuse_start
-    from .processes.child import block_signals, print_message
+    from .processes.child import print_message
+    from .processes.signals import block_signals
     from .start import start_rank
 
     block_signals()

@@ -15,7 +15,7 @@ from .engine.sequence import Completion
 from .environments.base import Episode, Messages, with_observation
 from .environments.pool import EnvironmentCall, EnvironmentPool
 from .leases import LeasedRow, RowHolder
-from .user_code.pool import PATIENCE
+from .user_code.host import PATIENCE
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.mailbox import Envelope
-from ..comm.messages import Lease, LeaseGrant, Stop, WeightsPulled
+from ..comm.messages import Lease, LeaseGrant, Stop
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waiting
@@ -35,10 +35,10 @@ from .migration.migration import Migration, MoveDeadlines
 from .migration.transport import Transfers
 from .pacing import RolloutPacing
 from .partial_rows import PartialRows
-from .rewards.base import Rewards, open_rewards
+from .rewards.pool import Rewards, open_rewards
 from .row_writer import RowWriter, Writer
 from .scoring import Scoring
-from .user_code.pool import PATIENCE
+from .user_code.host import PATIENCE
 
 _log = logging.getLogger(__name__)
 
@@ -202,11 +202,11 @@ class Rollout:
         """Switch to the newest version, or to an older one; unfinished trajectories continue under it."""
         started = self._clock.now()
         self._trace.enter("pull")
-        receipt = self.generator.take_weights(self._recipe.comm.deadline_s, version)
+        pulled = self.generator.take_weights(self._recipe.comm.deadline_s, version)
         for live in self.generator.unfinished():
-            self.leases.held[live.trajectory_id].switches.append((live.num_tokens, receipt.version))
-        self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
-        self.leases.begin_version(receipt.version)
+            self.leases.held[live.trajectory_id].switches.append((live.num_tokens, pulled.version))
+        self._mailbox.send("hub", pulled)
+        self.leases.begin_version(pulled.version)
         self._totals.pull_s = self._clock.now() - started
         give_back_heap()
 

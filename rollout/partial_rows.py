@@ -4,9 +4,8 @@ A trajectory's state is its tokens: random numbers are a hash of (stream, positi
 a continued trajectory has the tokens of an unbroken one. (Laminar, section 3: the partial response pool.)
 """
 
-from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -15,7 +14,7 @@ import numpy as np
 from ..comm.messages import Lease, RowId, RowsStreamed
 from ..relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 from .engine.sampling import SamplingParams
-from .engine.sequence import SequenceState
+from .engine.sequence import SequencePart, SequenceState
 from .environments.base import Episode
 from .leases import HeldLeases, LeasedRow
 
@@ -67,15 +66,13 @@ def write_streamed(rows: list[StreamedRow], storage: ReplicatedRows) -> RowsStre
 
 
 @dataclass(slots=True)
-class _Response:
-    """The tokens of an unfinished response so far; as this attempt, `num_streamed` tokens and `num_turns` turns of it are in the storage units."""
+class _Streamed:
+    """What the storage units have of an unfinished response, as this attempt: its first tokens, and its turns."""
 
     held: LeasedRow
     attempt: int
-    num_streamed: int = 0
+    num_tokens: int = 0
     num_turns: int = 0
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
 
 
 class PartialRows:
@@ -92,7 +89,7 @@ class PartialRows:
         self._step_tokens = max(1, stream_tokens // 4)
         self._min_new = max(1, stream_tokens // 2)
         self._num_steps = 0
-        self._responses: dict[int, _Response] = {}
+        self._streamed: dict[int, _Streamed] = {}
 
     def due(self, *, has_turns: bool = False) -> list[StreamedRow]:
         """After a step of the generator: the trajectories to write now; `has_turns`: some have begun their next turn."""
@@ -101,28 +98,23 @@ class PartialRows:
 
     def all(self, min_new: int = 1) -> list[StreamedRow]:
         """Every unfinished trajectory with `min_new` tokens, or an answered turn, that are not written yet."""
-        known = {n: r for n, r in self._responses.items() if self._leases.held.get(n) is r.held}
-        responses: dict[int, _Response] = {}
+        known = self._streamed
+        self._streamed = {}
         rows: list[StreamedRow] = []
-        for part in self._generator.tokens_since({n: len(r.token_ids) for n, r in known.items()}):
+        for part in self._generator.responses():
             held = self._leases.held.get(part.trajectory_id)
             if held is None:
                 continue
-            response = known.get(part.trajectory_id) or _Response(held, held.attempt)
-            response.token_ids.extend(part.token_ids)
-            response.logprobs.extend(part.logprobs)
-            responses[part.trajectory_id] = response
-            if response.attempt != held.attempt:
-                response.attempt = held.attempt
-                response.num_streamed = 0
-                response.num_turns = 0
+            streamed = known.get(part.trajectory_id)
+            if streamed is None or streamed.held is not held or streamed.attempt != held.attempt:
+                streamed = _Streamed(held, held.attempt)
+            self._streamed[part.trajectory_id] = streamed
             num_turns = len(held.episode.observations) if held.episode else 0
-            is_due = len(response.token_ids) - response.num_streamed >= min_new or num_turns > response.num_turns
+            is_due = len(part.token_ids) - streamed.num_tokens >= min_new or num_turns > streamed.num_turns
             if is_due and not held.claim_id:
-                response.num_streamed = len(response.token_ids)
-                response.num_turns = num_turns
-                rows.append(_streamed_row(held, part.stream, part.prompt_ids, response))
-        self._responses = responses
+                streamed.num_tokens = len(part.token_ids)
+                streamed.num_turns = num_turns
+                rows.append(_streamed_row(held, part))
         return rows
 
     def begun(self, lease: Lease, fresh: Iterable[LeasedRow], params: SamplingParams) -> list[SequenceState]:
@@ -157,14 +149,14 @@ class PartialRows:
         return states
 
 
-def _streamed_row(held: LeasedRow, stream: int, prompt_ids: list[int], response: _Response) -> StreamedRow:
+def _streamed_row(held: LeasedRow, part: SequencePart) -> StreamedRow:
     return StreamedRow(
         held.row_id,
         held.attempt,
-        stream,
-        np.array(prompt_ids, dtype=np.int32),
-        np.array(response.token_ids, dtype=np.int32),
-        np.array(response.logprobs, dtype=np.float32),
-        np.array(held.first_versions(len(prompt_ids), len(response.token_ids)), dtype=np.int32),
+        part.stream,
+        np.array(part.prompt_ids, dtype=np.int32),
+        np.array(part.token_ids, dtype=np.int32),
+        np.array(part.logprobs, dtype=np.float32),
+        np.array(held.first_versions(len(part.prompt_ids), len(part.token_ids)), dtype=np.int32),
         np.frombuffer(msgspec.json.encode(held.episode) if held.episode else b"", dtype=np.uint8),
     )

@@ -3,6 +3,7 @@
 No row is written for a sample of an evaluation: its score is reported.
 """
 
+import json
 import queue
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,32 +18,36 @@ from ..comm.messages import RowDone, SampleScored
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from .partial_rows import StreamedRow, write_streamed
-from .rewards.calls import LARGEST
 
 if TYPE_CHECKING:
     from .leases import LeasedRow
 
 POLL_S = 0.05
+LARGEST = 3.4e38
+"""Largest reward in size: a row stores it in 32 bits."""
 MOST_TEXT = 1 << 15
 """Most characters of a response of an evaluation that the hub gets."""
 
 
 @dataclass(slots=True)
 class FinishedRow:
-    """A finished trajectory with its lease and its reward; with `failure` it may have no completion."""
+    """A finished trajectory with its lease, then its reward or failure. One that has failed may have no completion."""
 
     held: "LeasedRow"
-    reward: float | None
+    response: str | list[dict[str, Any]] = ""
+    """What the reward functions get: text, or the messages of several turns."""
+    reward: float | None = None
     failure: str = ""
     info: dict[str, Any] = field(default_factory=dict)
-    """Notes of the reward functions, as in `ScoreRequest`."""
-    text: str = ""
-    """The response as the reward functions get it; chat messages as JSON."""
+    """`metrics`: numbers to average over a step, each function's reward among them; `extra`: other notes on the sample."""
+    frames: list[str] = field(default_factory=list)
+    """The lines of the user's code on the way to the error that is the failure."""
 
-    def __post_init__(self) -> None:
-        if self.reward is not None and not abs(self.reward) <= LARGEST:  # so for NaN
-            self.failure = self.failure or f"the reward is {self.reward}"
-            self.reward = None
+    def set_reward(self, reward: float | None) -> None:
+        """Take its whole reward; the trajectory fails with one that no row stores."""
+        is_usable = reward is None or abs(reward) <= LARGEST  # not so for NaN
+        self.reward = reward if is_usable else None
+        self.failure = self.failure or ("" if is_usable else f"the reward is {reward}")
 
     def report(self, storage_ids: list[str]) -> RowDone | SampleScored:
         """The message to the hub about the row, which these units have, or about the sample of an evaluation."""
@@ -81,6 +86,7 @@ class FinishedRow:
     def _sample_scored(self) -> SampleScored:
         held = self.held
         done = self.held.completion
+        text = self.response if isinstance(self.response, str) else json.dumps(self.response)
         return SampleScored(
             row=held.row_id,
             attempt=held.attempt,
@@ -89,7 +95,7 @@ class FinishedRow:
             is_truncated=done is not None and done.finish_reason == "length",
             reward=self.reward,
             failure=self.failure,
-            text=self.text[:MOST_TEXT],
+            text=text[:MOST_TEXT],
         )
 
     def _loss_mask(self, num_tokens: int) -> np.ndarray:

@@ -1,17 +1,16 @@
 """The end of a trajectory: its reward, and then its row."""
 
-import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..comm.messages import GroupId
 from ..comm.recipe import RewardSettings
 from .engine.sequence import Completion
 from .leases import LeasedRow, RowHolder
-from .rewards.calls import ScoreRequest
-from .rewards.groups import WholeGroups
 from .row_writer import FinishedRow, Writer
 
 if TYPE_CHECKING:
-    from .rewards.base import Rewards
+    from .rewards.pool import Rewards
 
 
 class Scoring:
@@ -23,7 +22,7 @@ class Scoring:
         self._leases = leases
         self._row_writer = row_writer
         self._groups = WholeGroups(leases.held) if settings.batch == "group" else None
-        self._scored: list[ScoreRequest] = []
+        self._scored: list[FinishedRow] = []
 
     @property
     def backlog(self) -> int:
@@ -33,20 +32,20 @@ class Scoring:
     def score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
         """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
         held.completion = completion
-        request = ScoreRequest(held, held.row, completion.text, completion.token_ids, held.version, failure=failure)
+        row = FinishedRow(held, completion.text, failure=failure)
         if held.episode is not None:
-            request.completion = held.episode.response()
-            request.reward = None if self._has_function or failure else 0.0
-        if failure or request.reward is not None:
-            self._scored.append(request)
+            row.response = held.episode.response()
+            row.reward = None if self._has_function or failure else 0.0
+        if failure or row.reward is not None:
+            self._scored.append(row)
         elif self._groups is not None:
-            self._groups.add(request)
+            self._groups.add(row)
         else:
-            self._rewards.submit(request)
+            self._rewards.submit(row)
 
     def fail(self, held: LeasedRow, failure: str) -> None:
         """Finish a trajectory that has not begun."""
-        self._finish(held, ScoreRequest(held, held.row, "", [], failure=failure))
+        self._finish(FinishedRow(held, failure=failure))
 
     def advance(self) -> None:
         """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
@@ -54,22 +53,44 @@ class Scoring:
             self._rewards.submit(*group)
         scored = [*self._scored, *self._rewards.finished()]
         self._scored = []
-        for each in scored:
-            held: LeasedRow = each.key
+        for row in scored:
+            held = row.held
             if self._leases.held.get(held.row_id.number) is not held:
                 continue  # leased again on another version, or leased to another rollout
             if held.claim_id:
-                self._scored.append(each)
+                self._scored.append(row)
             else:
-                each.reward = None if each.reward is None else each.reward + held.episode_reward
-                self._finish(held, each)
+                row.set_reward(None if row.reward is None else row.reward + held.episode_reward)
+                self._finish(row)
 
     def close(self) -> None:
         """Stop; trajectories without a reward stay unscored."""
         self._rewards.close()
 
-    def _finish(self, held: LeasedRow, scored: ScoreRequest) -> None:
-        del self._leases.held[held.row_id.number]
-        response = scored.completion
-        text = response if isinstance(response, str) else json.dumps(response)
-        self._row_writer.submit(FinishedRow(held, scored.reward, scored.failure, scored.info, text))
+    def _finish(self, row: FinishedRow) -> None:
+        del self._leases.held[row.held.row_id.number]
+        self._row_writer.submit(row)
+
+
+class WholeGroups:
+    """Keeps finished samples until this rollout generates no other sample of their group; `held` are its leased rows.
+
+    All unfinished rows of a group are on one rollout: they are leased together, move together, and come back together.
+    """
+
+    def __init__(self, held: Mapping[int, LeasedRow]) -> None:
+        self._held = held
+        self._waiting: dict[GroupId, list[FinishedRow]] = {}
+
+    def add(self, row: FinishedRow) -> None:
+        """Keep a finished sample."""
+        self._waiting.setdefault(row.held.row_id.group, []).append(row)
+
+    def complete(self) -> list[list[FinishedRow]]:
+        """The groups that have become complete, their samples in order. Samples whose lease is gone are left out."""
+        if not self._waiting:
+            return []
+        unfinished = {held.row_id.group for held in self._held.values() if held.completion is None}
+        groups = [self._waiting.pop(group) for group in list(self._waiting) if group not in unfinished]
+        kept = [[each for each in group if self._held.get(each.held.row_id.number) is each.held] for group in groups]
+        return [sorted(group, key=lambda each: each.held.row_id.sample) for group in kept if group]

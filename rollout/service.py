@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..comm.fleet import Fleet
 from ..comm.mailbox import HUB
-from ..comm.messages import LeaseGrant, Stop, WeightsPulled
+from ..comm.messages import LeaseGrant, Stop
 from ..comm.recipe import Recipe
+from ..comm.shared_memory import host_buffer
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.schedules import schedule_of
 from ..relay.queue.stream import RunStopped
 from ..relay.weights.layout import Layout
-from ..relay.weights.pinned import host_buffer
 from ..relay.weights.reader import WeightReader
 from ..trainer.policy.model import load_policy
 from ..trainer.policy.tensor_parallel import splits_for
@@ -70,9 +70,9 @@ class GeneratorService:
                 self._fleet.keep_waiting(wait)
                 wait.check()
                 time.sleep(_POLL_S)
-            receipt = self._reader.pull(self._buffer, wait.remaining_s)
-        self.version = receipt.version
-        self._mailbox.send("hub", WeightsPulled(receipt.version, receipt.digest))
+            pulled = self._reader.pull(self._buffer, wait.remaining_s)
+        self.version = pulled.version
+        self._mailbox.send("hub", pulled)
         self._leases.begin_version(self.version)
         return self._layout.views(self._buffer)
 
@@ -132,7 +132,9 @@ class GeneratorService:
         del self._leases.held[sample.row_id.number]
         tokens = (list(prompt_ids), list(response_ids), list(logprobs))
         sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="length" if truncated else "stop")
-        self._row_writer.submit(FinishedRow(sample, reward, failure))
+        row = FinishedRow(sample, failure=failure)
+        row.set_reward(reward)
+        self._row_writer.submit(row)
 
     def close(self) -> None:
         """Deliver the submitted trajectories, report the unfinished ones to the hub, close the connections."""

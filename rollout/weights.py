@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from ..comm.fleet import Fleet
+from ..comm.messages.weights import WeightsPulled
 from ..comm.recipe import CommSettings, LoraSettings
+from ..comm.shared_memory import host_buffer
 from ..relay.weights.checkpoint_source import CheckpointSource
 from ..relay.weights.layout import Layout
-from ..relay.weights.pinned import host_buffer
 from ..relay.weights.reader import WeightReader
-from ..relay.weights.slots import Receipt
 from ..trainer.policy.adapter_files import read_adapter
 from ..trainer.policy.lora import A, B, adapter_shapes, merged, target_layers
 from ..trainer.policy.model import Policy, load_policy
@@ -54,21 +54,21 @@ class RolloutWeights:
         newest = self._reader.newest()
         return -1 if newest is None else newest
 
-    def pull(self, deadline_s: float) -> Receipt:
+    def pull(self, deadline_s: float) -> WeightsPulled:
         """Take the newest version. The policy must not run meanwhile."""
         return self._switched(self._reader.pull(self._content.buffer, deadline_s))
 
-    def pull_version(self, version: int) -> Receipt:
+    def pull_version(self, version: int) -> WeightsPulled:
         """Take one version, older ones included: from a relay that holds it, else from its checkpoint.
 
         Raises `VersionNotAvailable` if neither has it; the weights are undefined then.
         """
         return self._switched(self._reader.pull_version(version, self._content.buffer))
 
-    def _switched(self, receipt: Receipt) -> Receipt:
+    def _switched(self, pulled: WeightsPulled) -> WeightsPulled:
         self._content.apply()
-        self.version = receipt.version
-        return receipt
+        self.version = pulled.version
+        return pulled
 
     def close(self) -> None:
         self._reader.close()

@@ -21,10 +21,10 @@ from bench.policies import build
 from support.exact import packed_logprobs as trainer_logprobs
 
 from headrace.comm.recipe import Recipe
+from headrace.comm.shared_memory import host_buffer
 from headrace.launch.config.load import read_recipe
 from headrace.launch.recipes.parts import RECIPE as QUICKSTART
 from headrace.launch.recipes.parts import missing_parts
-from headrace.relay.weights.pinned import host_buffer
 from headrace.rollout import Engine, SamplingParams
 from headrace.trainer.batch import Trajectory, pack
 from headrace.trainer.logprobs import packed_logprobs

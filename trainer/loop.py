@@ -382,7 +382,7 @@ class RunRecorder:
         if advice := self.balance.advice():
             facts["advice"] = advice
         self.log.close()
-        self.mailbox.send("hub", TrainingDone(num, facts))
+        self.mailbox.send("hub", TrainingDone(facts))
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

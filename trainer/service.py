@@ -96,7 +96,7 @@ class TrainerService:
         self._stream.close()
         self._publisher.close()
         self._storage.close()
-        self._mailbox.send("hub", TrainingDone(self.version, {}))
+        self._mailbox.send("hub", TrainingDone({}))
         self._mailbox.close()
 
     def _publish(self, weights: Mapping[str, Tensor]) -> None:

@@ -110,7 +110,7 @@ class StepMetrics:
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """Metrics of the data and of the loss, for a step that trained `version`."""
-        rewards = torch.tensor([row.reward for row in self.rows])
+        rewards = [row.reward for row in self.rows]
         staleness = [version - row.version for row in self.rows]
         s = self._sums
         n = max(self._sums["tokens"], 1.0)
@@ -135,14 +135,8 @@ class StepMetrics:
             "staleness/token_mean": s["staleness"] / n,
             "staleness/hist": {str(k): v for k, v in sorted(Counter(staleness).items())},
         }
-        statistics = {
-            "mean": self.mean_reward,
-            "std": float(rewards.std(unbiased=False)),
-            "min": float(rewards.min()),
-            "max": float(rewards.max()),
-        }
         notes = {f"reward/{name}": total / count for name, (total, count) in self._notes.items()}
-        out = notes | {f"reward/{name}": statistics[name] for name in REWARD_STATISTICS} | out
+        out = notes | {f"reward/{name}": statistic(rewards) for name, statistic in REWARD_STATISTICS.items()} | out
         if s["router_loss"]:
             out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
         if s["fresh"]:

@@ -87,7 +87,6 @@ class CheckpointRequested(Message, frozen=True):
 class TrainingDone(Message, frozen=True):
     """To the hub: the trainer has ended; `facts` are for the summary."""
 
-    steps: int
     facts: dict[str, float | int | str]
 
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from msgspec import Struct
 
+from ..errors import SettingError
 from .fields import Count, NotNegative, OptionalCount, Positive, ShareBelowOne, SomeShare, words
 
 LEAST_TEMPERATURE = 1e-5
@@ -27,6 +28,12 @@ class SamplingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Lowers the scores of tokens that already occur in prompt or response by this factor (1 is off)."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the policy's stop tokens."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise SettingError(f"sampling.temperature: set 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
+        if "" in self.stop:
+            raise SettingError("sampling.stop: an empty string would end every response at once; leave it out")
 
 
 class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,8 +61,8 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`rollout.*`: the cycle of one rollout."""
 
-    engine: Annotated[str, words("builtin", "emulated", "transformers")] = "builtin"
-    """The generator: the project's own, an emulated device (`headrace plan --help`), transformers', or your own adapter (docs/use/service.md)."""
+    engine: Annotated[str, words("builtin", "emulated")] = "builtin"
+    """The generator: the project's own, an emulated device (`headrace plan --help`), or your own adapter (docs/use/service.md)."""
     max_age: Count | None = None
     """Most versions that a rollout's weights may be behind the newest; then it takes new ones in the middle of its trajectories. Null is off."""
     stream_tokens: OptionalCount = 256

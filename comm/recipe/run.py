@@ -1,6 +1,8 @@
 """`run`, `roles`, `model`, `data`, `reward` and `environment`: what a run trains on, and with which processes."""
 
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
+from statistics import fmean, pstdev
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
@@ -9,8 +11,13 @@ from msgspec import Struct
 from ..errors import SettingError
 from .fields import Count, Finite, NotNegative, OptionalCount, ScheduleName, Seconds
 
-REWARD_STATISTICS = ("mean", "std", "min", "max")
-"""Metrics of the sum, `reward/mean` and so on; no reward function has one of these names."""
+REWARD_STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": fmean,
+    "std": pstdev,
+    "min": min,
+    "max": max,
+}
+"""Metrics of a step's rewards, `reward/mean` and so on; no reward function has one of these names."""
 
 
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

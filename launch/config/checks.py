@@ -24,7 +24,6 @@ from ...comm.recipe import (
     RunSettings,
     TrainerSettings,
 )
-from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...comm.recipe.run import is_address
 from ...relay.hub.model_check import JOINED
 from ...relay.journal.journal import Journal
@@ -84,10 +83,6 @@ def check_settings(recipe: Recipe) -> list[str]:
     tp = recipe.rollout.tp
     roles = recipe.roles
     queue = recipe.queue
-    if 0 < recipe.sampling.temperature < LEAST_TEMPERATURE:
-        raise SettingError(f"sampling.temperature: set 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
-    if "" in recipe.sampling.stop:
-        raise SettingError("sampling.stop: an empty string would end every response at once; leave it out")
     if tp > 1 and exact:
         raise SettingError("rollout.tp cannot be combined with generator.exact, which runs on one rank only")
     if tp > 1 and recipe.rollout.engine != "builtin":
@@ -103,10 +98,8 @@ def check_settings(recipe: Recipe) -> list[str]:
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_emulation(recipe)
-    if recipe.environment.is_set and recipe.rollout.engine in ("emulated", "transformers"):
-        raise SettingError(
-            f"environment: rollout.engine={recipe.rollout.engine} cannot pause trajectories; take builtin"
-        )
+    if recipe.environment.is_set and recipe.rollout.engine == "emulated":
+        raise SettingError("environment: rollout.engine=emulated cannot pause trajectories; take builtin")
     if recipe.is_emulated:
         return []
     check_optimizer(recipe.optimizer, recipe.run.steps)

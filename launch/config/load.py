@@ -64,6 +64,8 @@ def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Recipe:
     try:
         return msgspec.convert(merged, Recipe, strict=False)
     except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, SettingError):  # of a section itself
+            raise error.__cause__ from None
         raise SettingError(_explain(str(error), merged)) from error
 
 

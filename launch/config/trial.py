@@ -17,18 +17,20 @@ import msgspec
 from msgspec import structs
 
 from ...comm.errors import SettingError, UnusablePrompt
+from ...comm.messages import GroupId
 from ...comm.recipe import EnvironmentSettings, Recipe, RewardSettings
 from ...comm.waits import waiting
 from ...relay.dataset.opening import checked_prompts, open_rows
+from ...rollout.engine.sequence import Completion
 from ...rollout.environments.base import Episode, with_observation
 from ...rollout.environments.pool import EnvironmentCall, EnvironmentPool
 from ...rollout.environments.tools import tool_schemas
-from ...rollout.rewards.calls import ScoreRequest
+from ...rollout.leases import LeasedRow
 from ...rollout.rewards.function import ground_truth_of, has_ground_truth
 from ...rollout.rewards.pool import RewardPool
+from ...rollout.row_writer import FinishedRow
 from ...rollout.user_code.channel import explain
-from ...rollout.user_code.host import STARTUP_S, C
-from ...rollout.user_code.pool import UserCodePool
+from ...rollout.user_code.host import STARTUP_S, C, UserCodePool
 from .checks import check_functions
 from .signature_checks import check_reward_arguments, check_tools
 
@@ -165,14 +167,14 @@ class Trial:
         """Score the response of a row, copies of it in one call. Raises `SettingError` if no call will work."""
         origin, response = _answer_of(row.columns, self.response)
         tokens = tokenizer(response, add_special_tokens=False)["input_ids"] if tokenizer else [*response.encode()]
-        requests = [ScoreRequest(i, row.columns, response, list(tokens)) for i in range(_COPIES)]
+        requests = [_finished(i, row.columns, response, list(tokens)) for i in range(_COPIES)]
         _say(f"  response ({origin}): {_cut(response)!r}")
         seconds = self._score(pool, requests, settings.timeout_s)
         self._tell_reward(requests[0], seconds, settings.timeout_s)
 
-    def _score(self, pool: RewardPool, requests: list[ScoreRequest], timeout_s: float) -> float:
+    def _score(self, pool: RewardPool, requests: list[FinishedRow], timeout_s: float) -> float:
         """Score requests in one call; returns its seconds."""
-        scored: list[ScoreRequest] = []
+        scored: list[FinishedRow] = []
 
         def is_scored() -> bool:
             scored.extend(pool.finished())
@@ -181,7 +183,7 @@ class Trial:
         # A call that ends its process is made again, once for each half.
         return _awaited(pool, lambda: pool.submit(*requests), is_scored, "the reward", 2 * (timeout_s + STARTUP_S))
 
-    def _tell_reward(self, request: ScoreRequest, seconds: float, timeout_s: float) -> None:
+    def _tell_reward(self, request: FinishedRow, seconds: float, timeout_s: float) -> None:
         metrics = request.info.get("metrics", {})
         parts = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
         reward = "none" if request.reward is None else f"{request.reward:g}"
@@ -241,6 +243,12 @@ def _answer_of(row: Mapping[str, Any], response: str | None) -> tuple[str, str]:
         if isinstance(answer := row.get(name), str | int | float):
             return f"the row's column {name}", str(answer)
     return f"a placeholder; give another with {RESPONSE} TEXT", PLACEHOLDER
+
+
+def _finished(sample: int, row: dict[str, Any], response: str, tokens: list[int]) -> FinishedRow:
+    """A sample of a group whose response is given."""
+    done = Completion(sample, [], tokens, [0.0] * len(tokens), "stop", text=response)
+    return FinishedRow(LeasedRow(GroupId(0, 0).row(sample), 1, 0, row, done), response)
 
 
 def _turn_of(function: Mapping[str, Any], *, is_chat: bool) -> tuple[str, str]:

@@ -26,7 +26,8 @@ from ..config.load import CONFIG_FILE
 from ..config.run_folder import FolderWatch, make_run_folder, remove_empty
 from ..hosts import RANKS_OF_HOSTS
 from ..placement import count_ranks
-from .child import WATCHED, Child, blocked_signals, print_message, wait_for_signal
+from .child import Child, print_message
+from .signals import WATCHED, blocked_signals, wait_for_signal
 from .supervisor import LAUNCHER, SHUTDOWN_S
 
 PATIENCE_S = 2 * SHUTDOWN_S

@@ -1,21 +1,16 @@
 """Child processes that cannot outlive their parent, and the messages about them on the console."""
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from ...comm.environment import RESOLVER_ENV
 from ...comm.process_tree import end_with_parent
-
-WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""The signals that a parent waits for: `wait_for_signal(seconds)` after `block_signals()`."""
-_SIGSET_BYTES = 128
-_libc = ctypes.CDLL(None, use_errno=True)
+from .signals import WATCHED
 
 
 class Child:
@@ -94,35 +89,6 @@ class Child:
         with self.log.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 16384))
             return stream.read().decode(errors="replace").splitlines()[-num_lines:]
-
-
-def block_signals() -> None:
-    """Block the signals of `WATCHED`: they stay pending until `wait_for_signal` takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-
-
-@contextmanager
-def blocked_signals() -> Iterator[None]:
-    """Block the signals of `WATCHED` for a while. Those that come meanwhile and are not waited for have no effect."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    try:
-        yield
-    finally:
-        while wait_for_signal(0):
-            pass
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def wait_for_signal(seconds: float) -> int:
-    """The next signal of `WATCHED`; 0 if none comes within `seconds`, or if this process is stopped and continued meanwhile.
-
-    This is the C library's `sigtimedwait`: Python's own returns a signal that never came after a stop beyond the deadline.
-    """
-    awaited = ctypes.create_string_buffer(_SIGSET_BYTES)
-    for number in WATCHED:
-        _libc.sigaddset(awaited, int(number))
-    timespec = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
-    return max(0, int(_libc.sigtimedwait(awaited, None, timespec)))
 
 
 def describe_exit(name: str, code: int) -> str:

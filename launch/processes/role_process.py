@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ...comm.environment import JOINING, REFUSAL_KEY, STORE, SUMMARY_KEY
@@ -45,11 +44,11 @@ from .failure_report import report_failure
 from .fetched_recipe import fetch_recipe
 from .full_gpu import describe_full_gpu, is_full_gpu
 from .secret import read_secret
+from .signals import SignalReporter
 
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet, StoreFleet
     from ...comm.mailbox import Mailbox
-    from ...comm.messages import Message
 
 _MAINS = {
     "hub": "headrace.relay.hub.loop",
@@ -66,51 +65,6 @@ _SUMMARY_POLL_S = 0.1
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 log = logging.getLogger(__name__)
-
-
-class SignalReporter:
-    """Reports the first SIGINT or SIGTERM to the hub, as soon as there is a mailbox for it; in the hub SIGUSR1 too.
-
-    It ends the run; on a host that has joined a running job it drains this process.
-    """
-
-    def __init__(self, role: str) -> None:
-        self.received = 0
-        self.mailbox: Mailbox | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-        if role == "hub":
-            signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
-
-    def report_by(self, mailbox: "Mailbox") -> None:
-        """Report through `mailbox` from now on; an earlier signal is reported at once."""
-        self.mailbox = mailbox
-        if self.received:
-            self._report()
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if not self.received:  # a scheduler sends SIGTERM to all processes of a job, and the supervisor sends it again
-            self.received = number
-            self._report()
-
-    def _on_checkpoint_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.mailbox is not None:
-            from ...comm.messages import CheckpointRequested
-
-            self._send(CheckpointRequested())
-
-    def _report(self) -> None:
-        if self.mailbox is not None:
-            from ...comm.messages import DrainRequested, Interrupted
-            from ...comm.messages.base import process_of
-
-            leaving = DrainRequested(process_of(self.mailbox.name))
-            self._send(leaving if JOINING in os.environ else Interrupted(self.received))
-
-    def _send(self, message: "Message") -> None:
-        """Send in a thread: the handler interrupts the main thread, which may hold the mailbox's lock."""
-        assert self.mailbox is not None
-        threading.Thread(target=self.mailbox.send, args=("hub", message), name="signal report", daemon=True).start()
 
 
 def run_role(role: str, index: int, recipe: Recipe, address: str, signals: SignalReporter) -> int:

@@ -37,9 +37,10 @@ from ..cores import cores_of
 from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, is_restartable, place_ranks, processes_on, staging_gpu, visible_devices
 from ..report.peak_memory import write_peaks
-from .child import Child, block_signals, describe_exit, print_message, wait_for_signal
+from .child import Child, describe_exit, print_message
 from .memory_kill import MemoryKills
 from .secret import read_secret
+from .signals import block_signals, wait_for_signal
 from .store_address import read_address, start_id
 
 SHUTDOWN_S = 20.0

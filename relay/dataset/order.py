@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from ...comm.messages.base import GroupId
@@ -23,7 +22,7 @@ class PromptSource(Protocol):
         """The group that the `cursor`-th first lease starts."""
         ...
 
-    def row(self, group: GroupId) -> msgspec.Raw:
+    def row(self, group: GroupId) -> bytes:
         """The row of a group, as JSON. Raises `SettingError` if it cannot be read any more."""
         ...
 
@@ -51,8 +50,8 @@ class PromptPool(PromptSource):
             self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
         return GroupId(epoch, int(self._order[1][index]))
 
-    def row(self, group: GroupId) -> msgspec.Raw:
-        return msgspec.Raw(self._rows[group.prompt])
+    def row(self, group: GroupId) -> bytes:
+        return self._rows[group.prompt]
 
 
 class MixedPrompts(PromptSource):
@@ -89,7 +88,7 @@ class MixedPrompts(PromptSource):
         group = self._pools[source].group_at(number * int(self._shares[source]) + int(self._order[2][place]))
         return GroupId(group.epoch, int(self._starts[source]) + group.prompt)
 
-    def row(self, group: GroupId) -> msgspec.Raw:
+    def row(self, group: GroupId) -> bytes:
         source = int(np.searchsorted(self._starts, group.prompt, side="right")) - 1
         return self._pools[source].row(GroupId(group.epoch, group.prompt - int(self._starts[source])))
 

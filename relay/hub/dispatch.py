@@ -25,8 +25,7 @@ from ..journal import events as ev
 from ..journal.records import RowStatus, TaskRecord
 from ..queue.admission import Admission, first_groups
 from ..queue.batch import TRAIN
-from ..queue.samplers import TokenBalanced
-from ..queue.task_controller import Controller, Task, group_ref_of
+from ..queue.tasks import Task, group_ref_of, next_rows
 from .context import Handler, HubContext
 from .telemetry import FleetStats, Snapshot
 
@@ -54,8 +53,7 @@ class Dispatcher(Handler):
         self.evaluations = evaluations
         self.admission = admission
         self.fleet_stats = fleet_stats
-        # The consumers of one task ask one by one, for equal shares.
-        self.controllers = {name: Controller(task, TokenBalanced) for name, task in tasks.items() if name != TRAIN}
+        self._tasks = tasks
         self._pending_requests: dict[str, RequestRows] = {}
         self._answered_at = context.wall_clock()
         """When the trainer got its last answer."""
@@ -158,7 +156,7 @@ class Dispatcher(Handler):
                 groups = self._still_queued(batch.attempts)
                 break
         else:
-            groups = self.controllers[task].next(self.state, request.max_tokens, len(self._consumers[task]))
+            groups = next_rows(self._tasks[task], self.state, request.max_tokens, len(self._consumers[task]))
             if not groups:
                 return None
             number = record.num_batches + 1

@@ -9,6 +9,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ...comm.disk import AppendFile, say
 from ...comm.errors import is_power_of_ten
 from ...comm.messages import Lease, LeaseRequest, SampleScored
@@ -112,14 +114,14 @@ class Evaluations(Handler):
             samples = group.samples(RowStatus.WANTED)
             attempt = group.next_attempt
             row = prompts.row(group.id)
-            if problem := row_problem(bytes(row)):
+            if problem := row_problem(row):
                 for row_id in group.row_ids(RowStatus.WANTED):
                     self._end(ev.Evaluated(row=row_id, failure=f"its row {problem}"))
                 continue
             partials = self._partials.wanted(group) if request.can_continue else {}
             answered = {"version": version, "holder": holder, "request_id": request.request_id}
             self.context.commit(ev.Leased(group=group.id, samples=samples, attempt=attempt, **answered))
-            leases.append(Lease(group.id, attempt, samples, row, self._partials.refs(group.id, partials)))
+            leases.append(Lease(group.id, attempt, samples, msgspec.Raw(row), self._partials.refs(group.id, partials)))
             num_bytes += len(row)
             if num_bytes >= MAX_ROW_BYTES // 2:
                 break

@@ -28,7 +28,7 @@ from ..journal.hub_state import HubState
 from ..journal.journal import Journal
 from ..queue.admission import Admission
 from ..queue.evaluation_prompts import EvaluationPrompts
-from ..queue.task_controller import Task
+from ..queue.tasks import Task
 from .context import Handler, HubContext, Routes
 from .dispatch import Dispatcher
 from .evaluations import Evaluations

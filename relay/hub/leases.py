@@ -3,6 +3,8 @@
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ...comm.messages import DrainRequested, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Stop
 from ..dataset.rows import MAX_ROW_BYTES
 from ..journal import events as ev
@@ -123,7 +125,7 @@ class Leases(Handler):
             held = (RowStatus.LEASED, holder, attempt)
             if samples := [s for s, row in enumerate(rows) if (row.status, row.holder, row.attempt) == held]:
                 evaluated = self.evaluations.prompts if group_id.is_evaluation else None
-                leases.append(Lease(group_id, attempt, samples, (evaluated or self.prompts).row(group_id)))
+                leases.append(Lease(group_id, attempt, samples, msgspec.Raw((evaluated or self.prompts).row(group_id))))
         return LeaseGrant(grant.request_id, grant.version, leases)
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
@@ -210,4 +212,4 @@ class Leases(Handler):
             ev.Leased(group=group_id, samples=samples, attempt=attempt, passed_over=passed_over, **answered)
         )
         partials = self.partials.refs(group_id, choice.partials)
-        return Lease(group_id, attempt, samples, self.prompts.row(group_id), partials)
+        return Lease(group_id, attempt, samples, msgspec.Raw(self.prompts.row(group_id)), partials)

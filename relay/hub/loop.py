@@ -31,6 +31,7 @@ from ...comm.messages import (
 )
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
+from ..journal import events as ev
 from ..journal.journal import account_dict
 from ..journal.opening import check_journal_is_there, open_journal
 from ..journal.records import RowStatus
@@ -44,7 +45,7 @@ from .health import PATIENCE_S
 from .hub import Hub
 from .model_check import ModelCheck
 from .prompts import open_curriculum, open_prompts
-from .shutdown import RunEnd, Shutdown, names_by_host, write_summary
+from .shutdown import Shutdown, names_by_host, write_summary
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class HubLoop:
         self._models = ModelCheck()
         self._checked_at = 0.0
 
-    def step(self) -> RunEnd | None:
+    def step(self) -> ev.Ending | None:
         """Handle at most one message; returns how the run ends, or None while it continues."""
         if (end := self._end()) is not None:
             return end
@@ -114,23 +115,22 @@ class HubLoop:
             self._check_fleet()
         return None if envelope is None else self._dispatch(envelope)
 
-    def _end(self) -> RunEnd | None:
+    def _end(self) -> ev.Ending | None:
         """The end of the run that no message reports."""
         if failure := self.hub.context.journal.full or self.hub.context.failure:
-            return RunEnd("failed", failure, 1)
-        if (ending := self.hub.state.ending) is not None:  # the hub before began to end the run
-            return RunEnd.of(ending)
-        return None
+            return ev.Ending(status="failed", error=failure, exit_code=1)
+        return self.hub.state.ending  # the hub before began to end the run
 
-    def _dispatch(self, envelope: Envelope) -> RunEnd | None:
+    def _dispatch(self, envelope: Envelope) -> ev.Ending | None:
         """Act on a message; returns the end of the run if it reports one."""
         match envelope.message:
-            case TrainingDone() as done:
-                return RunEnd("finished", done=done, gone=envelope.sender)
+            case TrainingDone(facts=facts):
+                return ev.Ending(status="finished", gone=envelope.sender, facts=facts)
             case Failed(error=error, exit_code=exit_code):
-                return RunEnd("failed", error, exit_code, gone=envelope.sender)
+                return ev.Ending(status="failed", error=error, exit_code=exit_code, gone=envelope.sender)
             case Interrupted(signal=number):
-                return RunEnd("interrupted", f"ended by {signal.Signals(number).name}", 128 + number)
+                error = f"ended by {signal.Signals(number).name}"
+                return ev.Ending(status="interrupted", error=error, exit_code=128 + number)
             case HeldRows():
                 pass  # the rollout was drained, so it holds none
             case StatusRequested(reply_to=inbox):

@@ -66,7 +66,7 @@ class Prompts(Handler):
         super().__init__(context)
         self.pool = pool
         self._curriculum = curriculum
-        self._read: tuple[GroupId | None, msgspec.Raw] = (None, msgspec.Raw())
+        self._read: tuple[GroupId | None, bytes] = (None, b"")
         """The last row that was read: it is checked, then leased."""
         self.routes = {PromptRefused: self._on_refused}
 
@@ -103,7 +103,7 @@ class Prompts(Handler):
             reason += f"; {num_dropped} are dropped, the last one because {[*self.state.dropped.values()][-1]}"
         return reason
 
-    def row(self, group_id: GroupId) -> msgspec.Raw:
+    def row(self, group_id: GroupId) -> bytes:
         """The row of a group, as JSON."""
         if self._read[0] != group_id:
             self._read = (group_id, self.pool.row(group_id))
@@ -117,11 +117,11 @@ class Prompts(Handler):
         """Whether a prompt is given to rollouts; one whose row cannot be used is dropped here."""
         if group_id.prompt in self.state.passed_over or not self.is_usable(group_id):
             return False
-        return self._curriculum is None or self._is_taken(self._curriculum, group_id, bytes(self.row(group_id)))
+        return self._curriculum is None or self._is_taken(self._curriculum, group_id, self.row(group_id))
 
     def is_usable(self, group_id: GroupId) -> bool:
         """Whether the row of a group can be read; else its prompt is dropped."""
-        if problem := row_problem(bytes(self.row(group_id))):
+        if problem := row_problem(self.row(group_id)):
             self._drop(group_id, f"row {group_id.prompt + 1} {problem}")
         return not problem
 

@@ -7,9 +7,9 @@ accounting identity is a check and not a definition.
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...comm.disk import when_writable
 from ...comm.fleet import Fleet, Member
@@ -45,28 +45,6 @@ _MAX_REASONS = 10
 """Most reasons for failed trajectories in the summary, the most frequent ones, and for dropped prompts, the last ones."""
 
 
-class RunEnd(NamedTuple):
-    """How a run ends: `status` is finished, interrupted or failed; `gone` names the process that reported the end and left."""
-
-    status: str
-    error: str = ""
-    exit_code: int = 0
-    done: TrainingDone | None = None
-    gone: str = ""
-
-    @staticmethod
-    def of(event: ev.Ending) -> "RunEnd":
-        """The end that the previous hub had begun."""
-        done = None if event.facts is None else TrainingDone(event.steps, event.facts)
-        return RunEnd(event.status, event.error, event.exit_code, done, event.gone)
-
-    def event(self) -> ev.Ending:
-        """The journal's event: the hub's next process, if there has to be one, ends the run the same way."""
-        steps, facts = (self.done.steps, self.done.facts) if self.done else (0, None)
-        end = {"status": self.status, "error": self.error, "exit_code": self.exit_code, "gone": self.gone}
-        return ev.Ending(**end, steps=steps, facts=facts)
-
-
 class Shutdown:
     """Brings one run to its end."""
 
@@ -79,25 +57,26 @@ class Shutdown:
         self._early: dict[str, Message] = {}
         self._status = ""
 
-    def run(self, end: RunEnd) -> dict[str, Any]:
+    def run(self, end: ev.Ending) -> dict[str, Any]:
         """Stop all processes, count, write the last event; returns the summary."""
         hub = self.hub
         gone = {end.gone}
-        done = end.done
         self._status = end.status
         hub.context.is_leasing = False
         if hub.state.ending is None:
-            hub.context.commit(end.event())
+            hub.context.commit(end)
         if hub.state.ended:  # the hub before had counted already
             self._tell("relay", Stop(end.status), gone)
-            return self._summary(end, done, hub.state.in_flight)
-        actors = [] if done else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
+            return self._summary(end, end.facts, hub.state.in_flight)
+        has_trained = end.facts is not None
+        actors = [] if has_trained else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
         rollouts = self._tell("rollout", Stop(end.status), gone)
         for role in ("reference", "task"):  # they hold no trajectory, but may still write to the storage units
             rollouts += self._tell(role, Stop(end.status), gone)
         holdings = self._collect(HeldRows, rollouts)
         extra_s = self.grace_s if end.status == "interrupted" else 0.0
-        done = done or next(iter(self._collect(TrainingDone, actors, extra_s).values()), None)
+        reports = self._collect(TrainingDone, actors, extra_s).values()
+        facts = end.facts if has_trained else next((report.facts for report in reports), None)
         for holder in sorted(hub.state.held):
             # The next incarnation of a process that died after its `Stop` answers in its place, and has none of its rows.
             if holder not in holdings or holdings[holder].incarnation > hub.state.incarnations[holder]:
@@ -117,7 +96,7 @@ class Shutdown:
                 pass
         hub.context.commit(ev.Ended(reason=end.status))
         self._tell("relay", Stop(end.status), gone)
-        return self._summary(end, done, counted)
+        return self._summary(end, facts, counted)
 
     def _tell(self, role: str, message: Message, gone: set[str]) -> list[str]:
         names = [m.name for m in self.fleet.members(role) if m.is_alive and m.name not in gone]
@@ -186,7 +165,7 @@ class Shutdown:
             for row, attempt in rows
         )
 
-    def _summary(self, end: RunEnd, done: TrainingDone | None, counted: int) -> dict[str, Any]:
+    def _summary(self, end: ev.Ending, facts: Mapping[str, object] | None, counted: int) -> dict[str, Any]:
         state = self.hub.state
         account = account_dict(state)
         account["holds"] = state.is_balanced and counted == state.in_flight
@@ -217,7 +196,7 @@ class Shutdown:
             "digest": state.digest,
             "tokens_per_s": 0.0,
             "export": "",
-            **(done.facts if done else {}),
+            **(facts or {}),
         }
 
 

@@ -237,7 +237,7 @@ class Published(Event, frozen=True, kw_only=True):
 
 
 class Received(Event, frozen=True, kw_only=True):
-    """`holder` switched to `version`: its receipt."""
+    """`holder` switched to `version`; the digest proves it."""
 
     version: int
     digest: str
@@ -270,7 +270,6 @@ class Ending(Event, frozen=True, kw_only=True):
     error: str = ""
     exit_code: int = 0
     gone: str = ""
-    steps: int = 0
     facts: dict[str, float | int | str] | None = None
 
 

@@ -356,7 +356,7 @@ def _(event: ev.Published, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.Received, state: HubState) -> None:
-    """A receipt is for audits; it does not change the state."""
+    """For audits; it does not change the state."""
 
 
 @_change.register

@@ -17,9 +17,8 @@ from ...comm.messages.base import GroupId
 from ...comm.recipe import BatchSettings, QueueSettings
 from ..journal.hub_state import HubState
 from ..journal.records import Group, RowStatus
-from .samplers import Budget, Sampler
+from .samplers import Budget, Candidate, Sampler
 from .schedules import SCHEDULES, Schedule
-from .task_controller import candidate_of
 
 
 class Admission:
@@ -141,7 +140,7 @@ class Admission:
 
     def _sampled(self, sampler: Sampler, state: HubState) -> dict[GroupId, Group]:
         """The groups that the user's sampler hands out now, in its order."""
-        items = {candidate_of(group): group for group in state.queue.ready_in_order()}
+        items = {_candidate_of(group): group for group in state.queue.ready_in_order()}
         room = Budget(self.open_slots(state), sum(item.num_tokens for item in items), state.step)
         return {item.group: items[item] for item in sampler.sample(list(items), room)}
 
@@ -167,7 +166,18 @@ def first_groups(groups: Iterable[Group], max_tokens: float) -> list[Group]:
     num_tokens = 0
     for group in groups:
         first.append(group)
-        num_tokens += candidate_of(group).num_tokens
+        num_tokens += sum(group.rows[sample].num_tokens for sample in group.samples(RowStatus.READY))
         if num_tokens >= max_tokens:
             break
     return first
+
+
+def _candidate_of(group: Group) -> Candidate:
+    """A group as a sampler's candidate, with its finished samples."""
+    samples = tuple(group.samples(RowStatus.READY))
+    rows = [group.rows[sample] for sample in samples]
+    missing = len(group.samples(RowStatus.WANTED, RowStatus.LEASED))
+    num_tokens = sum(row.num_tokens for row in rows)
+    return Candidate(
+        group.id, samples, group.lease_order, group.version, num_tokens, tuple(row.reward for row in rows), missing
+    )

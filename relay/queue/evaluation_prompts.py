@@ -43,10 +43,10 @@ class EvaluationPrompts:
             index -= num_prompts
         raise IndexError(group)
 
-    def row(self, group: GroupId) -> msgspec.Raw:
+    def row(self, group: GroupId) -> bytes:
         """The row of a group, as JSON."""
         rows, index = self._rows[group.prompt]
-        return msgspec.Raw(rows[index])
+        return rows[index]
 
 
 def evaluation_names(settings: EvalSettings) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ...comm.links.opening import remote_backend
 from ...comm.messages.weights import OpenPushLink
 from ...comm.recipe import CommSettings
 from ...comm.waits import join_thread
-from .transfer import MAX_PIECE_BYTES, SILENCE_S, VersionQueue, send_versions
+from .transfer import MAX_PIECE_BYTES, SILENCE_S, NextSource, send_versions
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
@@ -41,12 +41,12 @@ def successor_of(
 class Chain:
     """The thread of one node that sends versions to the next."""
 
-    def __init__(self, fleet: Fleet, versions: VersionQueue, settings: CommSettings, segment: str = "") -> None:
-        """segment: the path of the memory from which a relay on this host may copy what `versions` offers."""
+    def __init__(self, fleet: Fleet, next_source: NextSource, settings: CommSettings, segment: str = "") -> None:
+        """segment: the path of the memory from which a relay on this host may copy what `next_source` offers."""
         self.failure: SettingError | None = None
         """The setting that ended the thread."""
         self._fleet = fleet
-        self._versions = versions
+        self._next_source = next_source
         self._settings = settings
         self._segment = segment
         self._stop = threading.Event()
@@ -111,4 +111,4 @@ class Chain:
         # Staging buckets overlap within a piece.
         piece_bytes = MAX_PIECE_BYTES if backend in ("nccl", "staged") else None
         with closing(fleet.open_link(name, 1, SILENCE_S, backend)) as link:
-            send_versions(link, self._versions, is_next, num_nodes, piece_bytes)
+            send_versions(link, self._next_source, is_next, num_nodes, piece_bytes)

@@ -7,7 +7,6 @@ can stall the trainer. A version that has not begun to leave is superseded by th
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -16,13 +15,11 @@ from ...comm.errors import SettingError
 from ...comm.fleet import Fleet
 from ...comm.messages.weights import Offer
 from ...comm.recipe import CommSettings
-from ...comm.shared_memory import Segment
+from ...comm.shared_memory import Segment, pin
 from .byte_ranges import join_digests
 from .chain import Chain
-from .layout import Layout
-from .pinned import pin
-from .shards import WeightShard
-from .slots import Receipt
+from .layout import Layout, WeightShard
+from .version_store import VersionSource
 
 _CLOSE_S = 15.0
 _POLL_S = 0.1
@@ -46,7 +43,7 @@ class WeightPublisher:
         self.layout = layout
         self._fleet = fleet
         self._versions = PublishedVersions(part or WeightShard.whole(layout), incarnation or fleet.incarnation)
-        self._chain = Chain(fleet, self._versions, settings, self._versions.segment.path)
+        self._chain = Chain(fleet, self._versions.next_source, settings, self._versions.segment.path)
 
     def start(self) -> "WeightPublisher":
         """Start the thread that sends, if it does not run yet; `publish` does so too."""
@@ -57,7 +54,7 @@ class WeightPublisher:
     def failure(self) -> SettingError | None:
         return self._chain.failure
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Receipt:
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors (cast to the layout's dtype) to host memory and return; that is the trainer's whole stall.
 
         Raises `SettingError` if the settings allow no way to a relay.
@@ -66,7 +63,6 @@ class WeightPublisher:
         if self._chain.failure is not None:
             raise self._chain.failure
         self._versions.write(version, tensors)
-        return Receipt(version, "")
 
     def close(self) -> None:
         """Wait until the last version has reached a relay, as long as one lives; then end the thread."""
@@ -75,35 +71,6 @@ class WeightPublisher:
         )
         self._versions.close()
         self._chain.close()
-
-
-@dataclass(eq=False)
-class PublishedVersion:
-    """A version, or one rank's part of it, in memory that stays unchanged until `close`."""
-
-    offer: Offer
-    buffer: np.ndarray
-    _chunks: Iterator[bytes]
-    """The digests of the chunks that are not digested yet."""
-    _on_close: Callable[[], None]
-    _digests: list[bytes] = field(default_factory=list)
-
-    def bytes_ready(self, beyond: int, timeout_s: float) -> int:
-        return self.buffer.nbytes
-
-    def digest(self, timeout_s: float) -> str | None:
-        until = time.monotonic() + timeout_s
-        for digest in self._chunks:
-            self._digests.append(digest)
-            if time.monotonic() > until:
-                return None
-        return join_digests(self._digests)
-
-    def is_valid(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._on_close()
 
 
 class PublishedVersions:
@@ -137,7 +104,7 @@ class PublishedVersions:
             self._newest = self._part.offer(version, self._incarnation, slot)
             self._changed.notify_all()
 
-    def next_source(self, above: int, timeout_s: float) -> PublishedVersion | None:
+    def next_source(self, above: int, timeout_s: float) -> VersionSource | None:
         """The newest version if it is above `above`, which is the one that this end of the link has sent last."""
         with self._changed:
             self._sent = above
@@ -148,7 +115,8 @@ class PublishedVersions:
                 return None
             self._leaving = offer.slot
             buffer = self._buffers[offer.slot]
-            return PublishedVersion(offer, buffer, self._part.chunk_digests(buffer), self._end_leaving)
+            digest = _digest_within(self._part.chunk_digests(buffer))
+            return VersionSource(offer, buffer, lambda *_: buffer.nbytes, digest, lambda: True, self._end_leaving)
 
     @property
     def _is_waiting(self) -> bool:
@@ -172,3 +140,18 @@ class PublishedVersions:
             self._changed.notify_all()
         self._buffers.clear()
         self.segment.close()
+
+
+def _digest_within(chunks: Iterator[bytes]) -> Callable[[float], str | None]:
+    """Joins the digests of chunks, which it makes when it is asked; each call goes on where the time of the one before ended."""
+    digests: list[bytes] = []
+
+    def digest(timeout_s: float) -> str | None:
+        until = time.monotonic() + timeout_s
+        for chunk in chunks:
+            digests.append(chunk)
+            if time.monotonic() > until:
+                return None
+        return join_digests(digests)
+
+    return digest

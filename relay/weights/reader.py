@@ -17,13 +17,13 @@ from ...comm.fleet import Fleet, is_shared
 from ...comm.links.base import Link
 from ...comm.links.opening import remote_backend
 from ...comm.mailbox import Mailbox
-from ...comm.messages.weights import OpenPullLink
+from ...comm.messages.weights import OpenPullLink, WeightsPulled
 from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
 from ...comm.waits import join_thread, waiting
 from .byte_ranges import ByteRanges
 from .layout import Layout
-from .slots import Receipt, StoredVersion, VersionNotAvailable, VersionSlots
+from .slots import StoredVersion, VersionNotAvailable, VersionSlots
 from .transfer import SILENCE_S, VersionReceiver, receive_version
 from .version_store import VersionStore
 
@@ -81,7 +81,7 @@ class WeightReader:
             self._check = self._hasher.submit(self._check_ahead, newest)
         return newest.version
 
-    def pull(self, into: np.ndarray, deadline_s: float) -> Receipt:
+    def pull(self, into: np.ndarray, deadline_s: float) -> WeightsPulled:
         """Copy the newest version into `into`, uint8 of all bytes that this rank takes, whose digest was checked ahead or is now.
 
         Waits for a relay's first version if it has none yet. Raises `WaitTimeout` past the deadline, `WrongDigest` if the
@@ -97,15 +97,15 @@ class WeightReader:
             if (checked := self.checked) is not None and checked == self.slots.newest_stored():
                 stored, _ = self.slots.read_with(lambda source: self._take(source, into))
                 if stored == checked:
-                    return Receipt(stored.version, stored.digest)
+                    return WeightsPulled(stored.version, stored.digest)
                 continue
             stored, digest = self.slots.read_with(lambda source: self._copy(source, into))
             if digest == stored.digest:
-                return Receipt(stored.version, stored.digest)
+                return WeightsPulled(stored.version, stored.digest)
             _log.warning("digest mismatch for version %d of %s; it is read again", stored.version, self.relay)
         raise WrongDigest(f"the newest version of {self.relay} does not match its digest")
 
-    def pull_version(self, version: int, into: np.ndarray) -> Receipt:
+    def pull_version(self, version: int, into: np.ndarray) -> WeightsPulled:
         """Copy one version, which need not be the newest, from any relay that still holds it, else from its checkpoint.
 
         Raises `VersionNotAvailable` if neither has it, `WrongDigest` if the checkpoint is not that version.
@@ -113,7 +113,7 @@ class WeightReader:
         try:
             stored, digest = self.slots.read_with(lambda source: self._copy(source, into), version)
             if digest == stored.digest:
-                return Receipt(stored.version, stored.digest)
+                return WeightsPulled(stored.version, stored.digest)
         except VersionNotAvailable:
             _log.info("%s does not hold version %d; the other relays are asked", self.relay, version)
         whole = into if into.nbytes == self.layout.num_bytes else np.empty(self.layout.num_bytes, np.uint8)
@@ -124,7 +124,7 @@ class WeightReader:
             raise VersionNotAvailable(f"no relay holds version {version}, and this reader has no checkpoints")
         if whole is not into:
             self._take(whole, into)
-        return Receipt(version, found)
+        return WeightsPulled(version, found)
 
     def _start_mirror(self) -> None:
         """On a host without a relay, start to receive versions with the first call of `newest` or `pull`."""

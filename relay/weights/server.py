@@ -19,9 +19,8 @@ from ...comm.recipe import CommSettings
 from ...comm.shared_memory import Segment
 from ...comm.waits import join_thread
 from .chain import Chain
-from .incoming import IncomingVersion, is_trainer
 from .transfer import SILENCE_S, VersionReceiver, send_version, send_versions
-from .version_store import VersionStore
+from .version_store import IncomingVersion, VersionStore, is_trainer
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class WeightServer:
         self._transfers: list[threading.Thread] = []
         self._links: list[Link] = []
         self._thread = threading.Thread(target=self._read_messages, name=f"{fleet.name} weight server", daemon=True)
-        self.chain = Chain(fleet, self.version_store, settings)
+        self.chain = Chain(fleet, self.version_store.next_source, settings)
 
     def start(self) -> "WeightServer":
         """Begin to serve. The previous process may have died before it reported the newest version to the hub."""
@@ -79,7 +78,7 @@ class WeightServer:
             case OpenPushLink(segment=path):
                 self._start(message, 0, lambda link: self._receive(link, sender, path))
             case OpenPullLink(version=None):
-                self._start(message, 1, lambda link: send_versions(link, self.version_store, self._is_open))
+                self._start(message, 1, lambda link: send_versions(link, self.version_store.next_source, self._is_open))
             case OpenPullLink(version=int() as version):
                 self._start(message, 1, lambda link: send_version(link, self.version_store.source_of(version)))
             case _:

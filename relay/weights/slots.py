@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ...comm.errors import HeadraceError, WrongDigest
-from ...comm.shared_memory import Lock, Segment
-from .pinned import pin
+from ...comm.shared_memory import Lock, Segment, pin
 
 T = TypeVar("T")
 
@@ -30,13 +29,6 @@ _GENERATION = 0
 _VERSION = 1
 _DIGEST = 2
 _INCARNATION = 4
-
-
-class Receipt(NamedTuple):
-    """The version of the weights that a process holds, and its digest. A publisher's has no digest: it is computed later."""
-
-    version: int
-    digest: str
 
 
 class VersionNotAvailable(HeadraceError):

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -36,8 +36,7 @@ from ...comm.trace import failpoint
 from .byte_ranges import GRID_BYTES, digest, ranges_of
 
 if TYPE_CHECKING:
-    from .incoming import IncomingVersion
-    from .version_store import VersionStore
+    from .version_store import IncomingVersion, VersionSource, VersionStore
 
 IDLE_S = 1.0
 SILENCE_S = 5.0
@@ -75,39 +74,13 @@ _ACCEPTS = msgspec.msgpack.Decoder(_Accept)
 _ACKS = msgspec.msgpack.Decoder(_TransferAck)
 
 
-class VersionSource(Protocol):
-    """A version to send, or one rank's part of it, which may still be arriving."""
-
-    offer: Offer
-    buffer: np.ndarray
-    """The part's bytes, uint8."""
-
-    def bytes_ready(self, beyond: int, timeout_s: float) -> int:
-        """Bytes that are in place from the start; waits up to `timeout_s` for more than `beyond`."""
-        ...
-
-    def digest(self, timeout_s: float) -> str | None:
-        """The digest, or None if it was not known within `timeout_s`."""
-
-    def is_valid(self) -> bool:
-        """False once the version was abandoned or its bytes were overwritten."""
-        ...
-
-    def close(self) -> None:
-        """The version is sent no more."""
-
-
-class VersionQueue(Protocol):
-    """Where versions to send come from."""
-
-    def next_source(self, above: int, timeout_s: float) -> VersionSource | None:
-        """The newest version above `above`; None if none comes within `timeout_s`."""
-        ...
+NextSource = Callable[[int, float], "VersionSource | None"]
+"""(above, timeout_s) -> the newest version above `above`, which the caller closes; None if none comes in time."""
 
 
 def send_versions(
     link: Link,
-    versions: VersionQueue,
+    next_source: NextSource,
     is_wanted: Callable[[], bool],
     num_nodes: int = 2,
     piece_bytes: int | None = None,
@@ -119,7 +92,7 @@ def send_versions(
     sent = -1
     byte_s = _FIRST_BYTE_S
     while is_wanted():
-        source = versions.next_source(sent, IDLE_S / 2)
+        source = next_source(sent, IDLE_S / 2)
         if source is None:
             send_idle(link, SILENCE_S)
             continue
@@ -130,7 +103,7 @@ def send_versions(
             sent = source.offer.version
 
 
-def send_version(link: Link, source: VersionSource | None, piece_bytes: int = 1 << 20) -> bool:
+def send_version(link: Link, source: "VersionSource | None", piece_bytes: int = 1 << 20) -> bool:
     """Offer a version, send what the receiver lacks, and close it; False if `source` is None, or if it was abandoned on the way.
 
     Raises `LinkBroken` or `MessageRefused`.
@@ -157,7 +130,7 @@ def send_version(link: Link, source: VersionSource | None, piece_bytes: int = 1 
     raise LinkBroken(f"version {source.offer.version} arrived with a wrong digest {_MAX_ATTEMPTS} times")
 
 
-def _send_bytes(link: Link, source: VersionSource, at: int, piece_bytes: int) -> bool:
+def _send_bytes(link: Link, source: "VersionSource", at: int, piece_bytes: int) -> bool:
     for offset, start, end in ranges_of(source.offer).chunks(at, piece_bytes):
         after = offset + end - start
         while (ready := source.bytes_ready(offset, IDLE_S)) < after and source.is_valid():

@@ -203,9 +203,9 @@ class Engine:
         """Every trajectory that is queued, running or paused."""
         return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in self.scheduler.unfinished()]
 
-    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
-        """Every unfinished trajectory, with its tokens from number `counts[trajectory_id]` on, or all of them."""
-        return [s.since(counts.get(s.trajectory_id, 0)) for s in self.scheduler.unfinished()]
+    def responses(self) -> list[SequencePart]:
+        """Every unfinished trajectory, with its response so far."""
+        return [s.response() for s in self.scheduler.unfinished()]
 
     @property
     def num_running(self) -> int:

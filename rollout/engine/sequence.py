@@ -35,7 +35,10 @@ class SequenceProgress(NamedTuple):
 
 
 class SequencePart(NamedTuple):
-    """The newest tokens of an unfinished trajectory with their log-probs; `stream` is the random stream of the next ones."""
+    """The response so far of an unfinished trajectory, with its log-probs; `stream` is the random stream of the next tokens.
+
+    The lists may be the generator's own, and grow with its next step.
+    """
 
     trajectory_id: int
     stream: int
@@ -116,10 +119,9 @@ class Sequence:
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
 
-    def since(self, start: int) -> SequencePart:
-        """The tokens of the response from number `start` on."""
-        tokens = self.token_ids[start:], self.logprobs[start:]
-        return SequencePart(self.trajectory_id, self.key, self.prompt_ids, *tokens)
+    def response(self) -> SequencePart:
+        """The tokens of the response so far."""
+        return SequencePart(self.trajectory_id, self.key, self.prompt_ids, self.token_ids, self.logprobs)
 
     def insert(self, token_ids: Many[int]) -> None:
         """Append tokens that were not sampled, with 0 as their log-probability; the next turn begins if one is over."""

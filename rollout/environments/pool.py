@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from ...comm.recipe import EnvironmentSettings
-from ..user_code.host import UserCall, UserCodeHost
-from ..user_code.pool import UserCodePool
+from ..user_code.host import UserCall, UserCodeHost, UserCodePool
 from .base import Episode, StepResult, with_observation
 
 

@@ -4,22 +4,21 @@ The rollout's loop works with any generator: the project's own engine, a library
 generator is imported when it is chosen, so that an emulated rollout loads no library of models.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...comm.plugins import adapter_class
 
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet
+    from ...comm.messages.weights import WeightsPulled
     from ...comm.recipe import Recipe
-    from ...relay.weights.slots import Receipt
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
     "emulated": "headrace.launch.lab.emulated.generator:EmulatedGenerator",
-    "transformers": ".transformers:TransformersGenerator",
 }
 """Classes, called with (fleet, recipe)."""
 
@@ -48,7 +47,7 @@ class Generator(Protocol):
     can_migrate: bool
     """Whether `export_sequences` and `import_sequences` work."""
     can_stream: bool
-    """Whether `tokens_since` works, `take_weights` has older versions, and a step adds one token to a trajectory."""
+    """Whether `responses` works, `take_weights` has older versions, and a step adds one token to a trajectory."""
     context: int
     """Most tokens of prompt and response together."""
     kv_capacity: int
@@ -117,11 +116,11 @@ class Generator(Protocol):
         """Every unfinished trajectory."""
         ...
 
-    def tokens_since(self, counts: Mapping[int, int]) -> "list[SequencePart]":
-        """Every unfinished trajectory, with its tokens from number `counts[trajectory_id]` on, or all of them."""
+    def responses(self) -> "list[SequencePart]":
+        """Every unfinished trajectory, with its response so far."""
         ...
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> "Receipt":
+    def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         """Switch to the newest version. Unfinished trajectories continue under it, with their caches computed again.
 
         While it is idle, to `version` if one is given. Raises `VersionNotAvailable` if no process has that one any more;

@@ -1,6 +1,6 @@
 """The project's own engine as a generator: `rollout.engine=builtin`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
@@ -14,8 +14,8 @@ from ..weights import RolloutWeights
 
 if TYPE_CHECKING:
     from ...comm.fleet import Fleet
+    from ...comm.messages.weights import WeightsPulled
     from ...comm.recipe import Recipe
-    from ...relay.weights.slots import Receipt
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
     from ..environments.base import Episode, Messages
@@ -85,10 +85,10 @@ class BuiltinGenerator:
     def unfinished(self) -> "list[SequenceProgress]":
         return self.engine.unfinished()
 
-    def tokens_since(self, counts: Mapping[int, int]) -> "list[SequencePart]":
-        return self.engine.tokens_since(counts)
+    def responses(self) -> "list[SequencePart]":
+        return self.engine.responses()
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> "Receipt":
+    def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         return self.lead.take_weights(self.weights, deadline_s, version)
 
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> "list[SequenceState]":

@@ -8,13 +8,16 @@ the function is taken to lack its `return`.
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
 
 from ...comm.errors import SettingError
+from ...comm.plugins import load_object
 from ...comm.recipe import RewardSettings
-from ..user_code.host import UserCodeHost
-from ..user_code.pool import UserCodePool
-from .calls import UNSCORED, RewardCall, ScoreRequest, Unit
+from ..row_writer import LARGEST, FinishedRow
+from ..user_code.host import UserCall, UserCodeHost, UserCodePool
 
 MAX_BATCH = 64
 """Most samples of a call, unless one group has more."""
@@ -22,6 +25,96 @@ MAX_ASYNC = 256
 """Most samples in open calls of async functions."""
 MOST_UNSCORED = 64
 FEWEST_PROMPTS = 4
+UNSCORED = "the reward function returned None"
+"""Begins the failure of a sample without a reward; the reason follows if a function gave one."""
+
+Unit = list[FinishedRow]
+"""Samples that are scored by one call: a single one, or a group."""
+
+
+class Rewards(Protocol):
+    """Scores trajectories; neither `submit` nor `finished` blocks."""
+
+    @property
+    def backlog(self) -> int:
+        """Trajectories that wait although the next calls are full: more of them would only get older."""
+        ...
+
+    def submit(self, *requests: FinishedRow) -> None:
+        """Queue trajectories that are scored together."""
+        ...
+
+    def finished(self) -> list[FinishedRow]:
+        """The trajectories scored since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Stop; pending trajectories stay unscored."""
+        ...
+
+
+def open_rewards(settings: RewardSettings, num_steps: int, engine: str) -> Rewards:
+    """The reward functions in processes of their own. The trajectories of `rollout.engine=emulated` have no text that they could score."""
+    if engine == "emulated":
+        return load_object("rollout.engine", "headrace.launch.lab.emulated.rewards:EmulatedRewards")()
+    return RewardPool(settings, num_steps).start()
+
+
+class _Info(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    metrics: dict[str, float] = {}
+    extra: dict[str, Any] = {}
+
+
+class _Answer(msgspec.Struct):
+    rewards: list[float | None] = []
+    info: list[_Info] = []
+    error: str = ""
+    frames: list[str] = []
+    is_misuse: bool = False
+    """Why the function's result is a mistake of the settings; empty if it is not."""
+
+
+@dataclass(slots=True, eq=False)
+class RewardCall(UserCall):
+    """Samples that are scored together."""
+
+    units: list[Unit]
+    misuse: str = ""
+
+    @property
+    def items(self) -> list[FinishedRow]:
+        """The samples of all units."""
+        return [item for unit in self.units for item in unit]
+
+    def question(self) -> dict[str, Any]:
+        items = self.items
+        columns = {name for item in items for name in item.held.row} - {"prompt"}
+        return {
+            "step": max(item.held.version for item in items),
+            "prompts": [item.held.row["prompt"] for item in items],
+            "completions": [_as_message(item) for item in items],
+            "completion_ids": [_tokens_of(item) for item in items],
+            "columns": {name: [item.held.row.get(name) for item in items] for name in sorted(columns)},
+        }
+
+    def settle(self, answer: dict[str, Any]) -> "Sequence[RewardCall]":
+        items = self.items
+        found = msgspec.convert(answer, _Answer)
+        if found.error and not found.is_misuse and len(self.units) > 1:
+            return [RewardCall([unit]) for unit in self.units]
+        if found.error:
+            found.rewards = [None] * len(items)
+            found.info = [_Info()] * len(items)
+        if not len(found.rewards) == len(found.info) == len(items):
+            raise ValueError("an answer for other samples")
+        for item, reward, info in zip(items, found.rewards, found.info, strict=True):
+            is_usable = reward is not None and abs(reward) <= LARGEST  # not so for NaN
+            item.reward = reward if is_usable else None
+            item.frames = found.frames
+            item.info = msgspec.to_builtins(info)
+            item.failure = found.error or ("" if is_usable else _unusable(reward, info))
+        self.misuse = found.error if found.is_misuse else ""
+        return []
 
 
 class RewardPool(UserCodePool[RewardCall]):
@@ -60,11 +153,11 @@ class RewardPool(UserCodePool[RewardCall]):
             num_waiting = sum(map(len, self._todo.queue))
         return max(0, num_waiting - MAX_BATCH * len(self._hosts))
 
-    def submit(self, *requests: ScoreRequest) -> None:
+    def submit(self, *requests: FinishedRow) -> None:
         """Queue trajectories that one call has to score together."""
         self._todo.put([*requests])
 
-    def finished(self) -> list[ScoreRequest]:
+    def finished(self) -> list[FinishedRow]:
         """The requests scored since the last call.
 
         Raises `SettingError` if the function fails from the start, or returns a wrong number of rewards.
@@ -80,9 +173,9 @@ class RewardPool(UserCodePool[RewardCall]):
             self._look_at_unscored(items)
         return items
 
-    def _look_at_unscored(self, items: Sequence[ScoreRequest]) -> None:
+    def _look_at_unscored(self, items: Sequence[FinishedRow]) -> None:
         unscored = [item for item in items if item.failure.startswith(UNSCORED)]
-        self._unscored += [item.row for item in unscored]
+        self._unscored += [item.held.row for item in unscored]
         num_prompts = len(set(map(id, self._unscored)))  # the samples of a prompt share its row
         if unscored and len(self._unscored) >= MOST_UNSCORED and num_prompts >= FEWEST_PROMPTS:
             reason = unscored[-1].failure.removeprefix(UNSCORED)
@@ -90,3 +183,22 @@ class RewardPool(UserCodePool[RewardCall]):
                 f"{self.code}: {UNSCORED} for all of the first {len(self._unscored)} samples"
                 f"{reason or '; is a `return` missing?'}"
             )
+
+
+def _unusable(reward: float | None, info: _Info) -> str:
+    """Why a sample has no reward; beside None a function may give its `reason`."""
+    if reward is not None:
+        return f"the reward function returned {reward}"
+    reasons = [str(note) for name, note in info.extra.items() if name.endswith("/reason")]
+    return f"{UNSCORED}: {'; '.join(reasons)}" if reasons else UNSCORED
+
+
+def _tokens_of(item: FinishedRow) -> list[int]:
+    return [] if item.held.completion is None else item.held.completion.token_ids
+
+
+def _as_message(item: FinishedRow) -> str | list[dict[str, Any]]:
+    """A response in the form of its prompt: text for text, chat messages for chat messages."""
+    if isinstance(item.held.row["prompt"], str) or not isinstance(item.response, str):
+        return item.response
+    return [{"role": "assistant", "content": item.response}]

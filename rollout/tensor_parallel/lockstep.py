@@ -13,7 +13,7 @@ from ..engine.sequence import SequenceState
 from .calls import Add, Call, Cancel, End, ImportSequence, Pause, Recompute, Resume, Step, TakeWeights
 
 if TYPE_CHECKING:
-    from ...relay.weights.slots import Receipt
+    from ...comm.messages.weights import WeightsPulled
     from ..engine.engine import Engine
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion
@@ -72,22 +72,22 @@ class LeadEngine:
         self.replica.enqueue(Resume(trajectory_id, list(token_ids)))
         return self.engine.resume(trajectory_id, token_ids)
 
-    def take_weights(self, weights: "RolloutWeights", deadline_s: float, version: int | None = None) -> "Receipt":
+    def take_weights(self, weights: "RolloutWeights", deadline_s: float, version: int | None = None) -> "WeightsPulled":
         """Switch all ranks to the newest version that all of them can get, or to `version`.
 
         Raises `VersionNotAvailable` if a rank cannot get that one; the ranks may have different versions then.
         """
         self.recompute()
         while True:
-            receipt = weights.pull(deadline_s) if version is None else weights.pull_version(version)
-            self.replica.enqueue(TakeWeights(receipt.version))
+            pulled = weights.pull(deadline_s) if version is None else weights.pull_version(version)
+            self.replica.enqueue(TakeWeights(pulled.version))
             self.replica.flush()
             if self.replica.all_agree(True):
                 self.engine.weights_changed()
-                return receipt
+                return pulled
             if version is not None:
                 raise VersionNotAvailable(f"version {version} is not available to every rank")
-            log.warning("version %d is no longer available to every rank: taking a newer one", receipt.version)
+            log.warning("version %d is no longer available to every rank: taking a newer one", pulled.version)
 
     def close(self) -> None:
         """End the other ranks."""

@@ -92,7 +92,7 @@ def train(mailbox: Mailbox, step: list[int], num_steps: int, num_prompts: int) -
             is_complete = answer.ends_step
         mailbox.send("hub", StepTrained(step[0]))
         step[0] += 1
-    mailbox.send("hub", TrainingDone(num_steps, {}))
+    mailbox.send("hub", TrainingDone({}))
 
 
 def _generate(mailbox: Mailbox, step: list[int], num_groups: int) -> None:

@@ -44,7 +44,7 @@ INTERRUPTED = """
 import os, signal, sys
 from headrace.comm.mailbox import StoreMailboxes
 from headrace.comm.store.client import StoreClient
-from headrace.launch.processes.role_process import SignalReporter
+from headrace.launch.processes.signals import SignalReporter
 
 signals = SignalReporter("hub")
 mailbox = StoreMailboxes(StoreClient.connect(sys.argv[1], b"", 60)).open("hub/worker")

@@ -21,7 +21,7 @@ import signal, sys
 from pathlib import Path
 from headrace.launch import run
 from headrace.launch.processes import store_address
-from headrace.launch.processes.child import block_signals
+from headrace.launch.processes.signals import block_signals
 block_signals()
 store_address.INTERRUPTED_S = 0.2
 print("waits", flush=True)

@@ -254,7 +254,7 @@ def test_a_dead_hub_is_started_again_and_its_relay_is_not(supervisor):
 def test_a_process_that_was_stopped_beyond_its_deadline_has_received_no_signal():
     script = """
 import time
-from headrace.launch.processes.child import block_signals, wait_for_signal
+from headrace.launch.processes.signals import block_signals, wait_for_signal
 block_signals()
 print(time.monotonic() + 1.0, flush=True)
 for seconds in (1.0, 60.0):

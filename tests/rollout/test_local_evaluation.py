@@ -13,7 +13,7 @@ from headrace.relay.queue.evaluation_prompts import open_evaluation
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.memory import AvailableMemory, plan_cache, sequences_that_fit
 from headrace.rollout.local_evaluation import LocalEvaluation, LocalGenerator, ScoredSample
-from headrace.rollout.rewards.base import open_rewards
+from headrace.rollout.rewards.pool import open_rewards
 
 REWARDS = '''
 """Rewards that say what they were called with."""

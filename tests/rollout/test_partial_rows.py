@@ -59,7 +59,7 @@ def kill_midway(play: Play, rollout: ManualRollout, num_steps: int = 25) -> dict
     """Kill a rollout some steps after its lease, once what it has streamed has arrived; its tokens at its death."""
     play.step(num_steps)
     held = rollout.leases.held
-    parts = {held[part.trajectory_id].row_id: part for part in rollout.generator.tokens_since({})}
+    parts = {held[part.trajectory_id].row_id: part for part in rollout.generator.responses()}
     tokens = {row: len(part.token_ids) for row, part in parts.items()}
 
     def has_arrived() -> bool:

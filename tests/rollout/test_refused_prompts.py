@@ -12,7 +12,7 @@ from headrace.relay.journal.records import RowStatus
 from headrace.rollout import episodes
 from headrace.rollout.environments.base import StepResult
 from headrace.rollout.environments.pool import EnvironmentCall
-from headrace.rollout.user_code.pool import PATIENCE
+from headrace.rollout.user_code.host import PATIENCE
 
 
 class Echo:

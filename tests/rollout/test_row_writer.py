@@ -13,6 +13,8 @@ from headrace.rollout.row_writer import FinishedRow
 def test_a_reward_that_no_row_and_no_journal_takes_fails_its_trajectory(reward: float):
     """It may come from a generator of the user's, or be the sum of an environment's steps."""
     held = LeasedRow(GroupId(0, 5).row(0), attempt=1, version=3, row={})
-    report = FinishedRow(held, reward).report(["unit"])
+    row = FinishedRow(held)
+    row.set_reward(reward)
+    report = row.report(["unit"])
     assert isinstance(report, RowDone)
     assert (report.reward, report.failure) == (None, f"the reward is {reward}")

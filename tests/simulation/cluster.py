@@ -19,6 +19,7 @@ from headrace.comm.fleet import Member, member_name, sorted_members
 from headrace.comm.mailbox import HUB, Envelope, Inbox, Mailbox, Mailboxes
 from headrace.comm.messages import Message, VersionReady
 from headrace.comm.messages.base import process_of
+from headrace.comm.messages.weights import WeightsPulled
 from headrace.comm.recipe import CommSettings
 from headrace.comm.storage.client import Columns
 from headrace.comm.store.inbox import StoredInbox
@@ -26,7 +27,7 @@ from headrace.comm.store.protocol import Post
 from headrace.comm.waits import waiting
 from headrace.launch.lab.virtual.network import MESSAGE_S, LinklessFleet
 from headrace.launch.lab.virtual.world import World
-from headrace.relay.weights.slots import Receipt, VersionNotAvailable
+from headrace.relay.weights.slots import VersionNotAvailable
 
 from .processes import Killed, VirtualProcess
 
@@ -338,18 +339,18 @@ class Weights:
         if (trainer := self._cluster.lives.get("actor-0")) is not None:
             self._push(trainer, relay)
 
-    def newest(self) -> Receipt | None:
+    def newest(self) -> WeightsPulled | None:
         """The newest version that a relay has."""
-        return max((receipt for receipt in self._all()), default=None)
+        return max(self._all(), key=lambda pulled: pulled.version, default=None)
 
-    def find(self, version: int) -> Receipt | None:
+    def find(self, version: int) -> WeightsPulled | None:
         """A version that need not be the newest."""
-        return next((receipt for receipt in self._all() if receipt.version == version), None)
+        return next((pulled for pulled in self._all() if pulled.version == version), None)
 
-    def _all(self) -> Iterator[Receipt]:
+    def _all(self) -> Iterator[WeightsPulled]:
         for relay, held in self._held.items():
             if not relay.is_dead:
-                yield from (Receipt(version, digest) for version, digest in held.items())
+                yield from (WeightsPulled(version, digest) for version, digest in held.items())
 
     def _push(self, trainer: VirtualProcess, relay: VirtualProcess) -> None:
         if trainer in self._published and not trainer.is_dead:
@@ -380,15 +381,15 @@ class WeightsReader:
         newest = self._weights.newest()
         return None if newest is None else newest.version
 
-    def pull(self, into: np.ndarray, deadline_s: float) -> Receipt:
+    def pull(self, into: np.ndarray, deadline_s: float) -> WeightsPulled:
         """The newest version; waits for one while no relay has any. Raises `WaitTimeout`."""
         with waiting("relay", "a version", deadline_s) as wait:
             return wait.until(self._weights.newest)
 
-    def pull_version(self, version: int, into: np.ndarray) -> Receipt:
-        if (receipt := self._weights.find(version)) is None:
+    def pull_version(self, version: int, into: np.ndarray) -> WeightsPulled:
+        if (pulled := self._weights.find(version)) is None:
             raise VersionNotAvailable(f"no relay has version {version}")
-        return receipt
+        return pulled
 
     def close(self) -> None:
         """Nothing to end."""

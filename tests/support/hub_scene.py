@@ -22,8 +22,7 @@ from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.batch import TRAIN
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
 from headrace.relay.queue.schedules import SCHEDULES
-from headrace.relay.queue.task_controller import Task
-from headrace.relay.queue.tasks import open_sampler
+from headrace.relay.queue.tasks import Task, open_sampler
 
 
 class Scene:

@@ -12,6 +12,7 @@ from support.in_memory import MemoryFleet, MemoryNetwork
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import RowId, VersionReady
 from headrace.comm.messages.migration import MigrateOrder, MigrateResult
+from headrace.comm.messages.weights import WeightsPulled
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
 from headrace.relay.dataset.order import PromptPool
@@ -22,14 +23,14 @@ from headrace.relay.journal.journal import Journal, read_events, replay
 from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
-from headrace.relay.weights.slots import Receipt, VersionNotAvailable
+from headrace.relay.weights.slots import VersionNotAvailable
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.chat_template import text_tokens
 from headrace.rollout.environments.base import Episode, Messages
 from headrace.rollout.generators.base import GeneratorProfile, Weights
 from headrace.rollout.loop import Rollout
 from headrace.rollout.migration.migration import MoveDeadlines
-from headrace.rollout.rewards.calls import ScoreRequest
+from headrace.rollout.row_writer import FinishedRow
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLES, STREAM_TOKENS = 3, 8
@@ -78,12 +79,12 @@ class EngineGenerator(Engine):
     def prompt_ids(self, row: dict[str, str]) -> list[int]:
         return [5 + int(row["prompt"][1:])] * 20
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
+    def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:
         wanted = self.weights.newest() if version is None else version
         if wanted < self.loaded.oldest:
             raise VersionNotAvailable(f"version {wanted} is gone")
         self.weights.version = wanted
-        return Receipt(wanted, "digest")
+        return WeightsPulled(wanted, "digest")
 
     def observation_ids(self, episode: Episode, observation: str | Messages) -> list[int]:
         return text_tokens(str(observation), self.text.tokenizer)
@@ -96,15 +97,16 @@ class TokenSums:
     """Rewards each trajectory with the sum of its tokens, a fingerprint of it."""
 
     def __init__(self) -> None:
-        self.done: list[ScoreRequest] = []
+        self.done: list[FinishedRow] = []
         self.backlog = 0
 
-    def submit(self, *requests: ScoreRequest) -> None:
-        for request in requests:
-            request.reward = float(sum(request.completion_ids))
-        self.done += requests
+    def submit(self, *rows: FinishedRow) -> None:
+        for row in rows:
+            assert row.held.completion is not None
+            row.reward = float(sum(row.held.completion.token_ids))
+        self.done += rows
 
-    def finished(self) -> list[ScoreRequest]:
+    def finished(self) -> list[FinishedRow]:
         done, self.done = self.done, []
         return done
 

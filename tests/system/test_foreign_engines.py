@@ -20,20 +20,20 @@ from headrace.relay.journal.journal import account_dict, replay
 from headrace.relay.queue.stream import RunStopped
 from headrace.rollout import loop as rollout_loop
 from headrace.rollout.generators.base import open_generator
-from headrace.rollout.generators.transformers import TransformersGenerator
 from headrace.rollout.service import GeneratorService
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer.learners.base import open_learner
 from headrace.trainer.policy.model import LOADING
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "use" / "service.md"
+DOCUMENTS = Path(__file__).resolve().parents[2] / "docs" / "use"
+TRANSFORMERS = f"{DOCUMENTS / 'transformers_generator.py'}:TransformersGenerator"
 
 
 @pytest.fixture
 def documented_trainer(tmp_path: Path) -> str:
     """The example of docs/use/service.md as a file."""
     file = tmp_path / "my_trainer.py"
-    file.write_text(DOCUMENT.read_text().split("```python\n")[1].split("```")[0])
+    file.write_text((DOCUMENTS / "service.md").read_text().split("```python\n")[1].split("```")[0])
     return f"{file}:main"
 
 
@@ -54,7 +54,8 @@ def account(system: System) -> dict[str, Any]:
 
 
 def test_transformers_own_continuous_batching_generates_what_is_trained(tmp_path: Path):
-    system = System(tmp_path, **{"rollout.engine": "transformers"}).start_all(num_rollouts=1)
+    """The example of an adapter."""
+    system = System(tmp_path, **{"rollout.engine": TRANSFORMERS}).start_all(num_rollouts=1)
     summary = system.wait()
     assert (summary["status"], summary["steps"], summary["version"]) == ("finished", 3, 3)
     assert (account(system)["trained"], account(system)["holds"]) == (12, True)
@@ -64,12 +65,11 @@ def test_transformers_own_continuous_batching_generates_what_is_trained(tmp_path
     assert fresh and max(fresh) < 1e-4
 
 
-@pytest.mark.parametrize("setting", ["generator.exact=true", "rollout.tp=2"])
+@pytest.mark.parametrize("setting", ["generator.exact=true", "lora.rank=2"])
 def test_a_setting_that_a_foreign_generator_lacks_is_refused(setting: str):
-    roles = ["roles.rollout=2"] if "tp" in setting else []
-    recipe = read_recipe(None, ["rollout.engine=transformers", setting, *roles])
+    recipe = read_recipe(None, [f"rollout.engine={TRANSFORMERS}", setting])
     with pytest.raises(SettingError, match=r"rollout\.engine"):
-        TransformersGenerator(None, recipe)  # pyright: ignore[reportArgumentType]
+        load_object("rollout.engine", TRANSFORMERS)(None, recipe)
 
 
 def test_the_documented_trainer_consumes_a_runs_experience_and_publishes_weights(

@@ -71,14 +71,9 @@ def test_an_adapter_is_trained_under_every_schedule_and_replayed_bit_for_bit(tmp
     [
         ({}, 2e-6),
         ({"generator.exact": "true"}, 0),
-        pytest.param(
-            {"rollout.engine": "transformers", "sampling.max_new_tokens": 3, "roles.rollout": 1},
-            1e-5,
-            marks=pytest.mark.slow,
-        ),
         ({"rollout.tp": 2}, 2e-6),
     ],
-    ids=["builtin", "exact", "transformers", "tp"],
+    ids=["builtin", "exact", "tp"],
 )
 def test_the_log_probs_of_generator_and_trainer_agree_at_equal_version(
     tmp_path: Path, changes: dict[str, object], bound: float

@@ -36,7 +36,7 @@ class SlowGenerator(BuiltinGenerator):
 
     def step(self):
         done = super().step()
-        tokens = {part.trajectory_id: len(part.token_ids) for part in self.tokens_since({})}
+        tokens = {part.trajectory_id: len(part.token_ids) for part in self.responses()}
         new = FILE.with_suffix(".new")
         new.write_text(json.dumps(tokens))
         new.replace(FILE)

@@ -15,6 +15,7 @@ from headrace.trainer.batch import Trajectory, pack
 from headrace.trainer.logprobs import packed_logprobs
 from headrace.trainer.policy.model import load_policy
 
+TRANSFORMERS = f"{Path(__file__).resolve().parents[2]}/docs/use/transformers_generator.py:TransformersGenerator"
 FILTERS = {"sampling.temperature": 0.7, "sampling.top_p": 0.7, "sampling.top_k": 20}
 
 
@@ -55,7 +56,7 @@ def test_the_trainers_log_probs_are_the_rollouts_under_every_filter_and_penalty(
     [
         ("builtin", FILTERS | {"sampling.min_p": 0.1, "sampling.repetition_penalty": 1.3}),
         ("builtin", {"sampling.temperature": 0, "sampling.repetition_penalty": 1.3}),
-        ("transformers", FILTERS),
+        (TRANSFORMERS, FILTERS),
     ],
 )
 def test_in_a_run_without_staleness_the_ratio_is_one(tmp_path: Path, engine: str, settings: dict[str, float]):

@@ -28,7 +28,7 @@ from headrace.relay.journal.state import RowStatus
 from headrace.relay.queue.saved_queue import SavedList
 from headrace.rollout.generators.base import open_generator
 from headrace.rollout.loop import Rollout
-from headrace.rollout.rewards.base import open_rewards
+from headrace.rollout.rewards.pool import open_rewards
 from headrace.trainer import loop as trainer_loop
 
 NUM_TOKENS = 16

@@ -22,8 +22,8 @@ MAX_LOG_RATIO = 20.0
 class LossInputs(NamedTuple):
     """Per token of n responses, one after the other: R tokens in all.
 
-    logprobs [R] of the policy in training; old_logprobs [R] of the policy that the ratio is taken against; advantages,
-    mask [R]; lengths [n] int64; clip_low, clip_high: the trust region is 1 - clip_low to 1 + clip_high;
+    logprobs [R] of the policy in training; old_logprobs [R] of the policy that the ratio is taken against; behaviour_logprobs
+    [R] of the one that generated; advantages, mask [R]; lengths [n] int64; clip_low, clip_high: the trust region is 1 - clip_low to 1 + clip_high;
     clip_dual: bound of the ratio for negative advantages, None for none.
     """
 
@@ -34,6 +34,7 @@ class LossInputs(NamedTuple):
     lengths: Tensor
     clip_low: float
     clip_high: float
+    behaviour_logprobs: Tensor
     clip_dual: float | None = None
 
 

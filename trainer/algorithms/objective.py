@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...comm.messages.queue import GroupRef
-from ...comm.recipe import AlgorithmSettings, Recipe, TaskSettings
+from ...comm.recipe import AlgorithmSettings, BatchSettings, SamplingSettings, TaskSettings
 from ..batch import PackedBatch
 from .advantages import open_estimator
 from .aggregation import token_weights
@@ -46,10 +46,16 @@ def has_gradient(algorithm: AlgorithmSettings, tasks: Sequence[TaskSettings], gr
     return bool(adds_more) or not is_relative or len(set(group.rewards)) > 1
 
 
-def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: Recipe) -> LossTerms:
+def policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: PackedBatch,
+    algorithm: AlgorithmSettings,
+    sizes: BatchSettings,
+    sampling: SamplingSettings,
+) -> LossTerms:
     """The loss of the policy in training: logprobs, entropy [R] of the batch's response tokens."""
-    algorithm = recipe.algorithm
-    correction = correct(logprobs, batch, algorithm, recipe.batch.updates_per_version * recipe.batch.passes)
+    correction = correct(logprobs, batch, algorithm, sizes.updates_per_version * sizes.passes)
     per_token, clipped = open_loss(algorithm.loss)(
         LossInputs(
             logprobs=logprobs,
@@ -59,11 +65,12 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, recipe: R
             lengths=batch.response_lengths,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
+            behaviour_logprobs=batch.rollout_logprobs,
             clip_dual=algorithm.clip_dual,
         )
     )
     per_token = per_token * correction.weight
-    weights = token_weights(algorithm.loss_agg, batch.mask, batch.response_lengths, recipe.sampling.max_new_tokens)
+    weights = token_weights(algorithm.loss_agg, batch.mask, batch.response_lengths, sampling.max_new_tokens)
     loss = per_token
     if algorithm.entropy_coef != 0:  # a gradient of zeros would cost the backward pass a matrix [rows, vocab]
         loss = loss - algorithm.entropy_coef * entropy

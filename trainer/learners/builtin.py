@@ -11,9 +11,8 @@ from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
 from ...relay.queue.batch import Batch
-from ...relay.weights.layout import Layout
+from ...relay.weights.layout import Layout, WeightShard
 from ...relay.weights.publisher import WeightPublisher
-from ...relay.weights.shards import WeightShard
 from ..actor_group import ActorGroup, gather_full
 from ..checkpoint import load_state, save_state, staged
 from ..export import export

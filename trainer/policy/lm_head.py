@@ -22,14 +22,13 @@ _MIN_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class LogitsHead:
-    """The head as one forward pass uses it: weight [vocab, hidden], bias [vocab].
+    """The head as one forward pass uses it: weight [vocab, hidden]. No family has a bias here.
 
     Logits are the products in `dtype` with sums in fp32, divided by `divisor`, then soft-capped. With `exact`, products and
     log-softmax are those of exact mode.
     """
 
     weight: Tensor
-    bias: Tensor | None
     dtype: torch.dtype
     exact: ExactOperators | None = None
     divisor: float = 1.0
@@ -37,13 +36,13 @@ class LogitsHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, vocab] in fp32 of hidden states [T, hidden]. Differentiable."""
-        products = _Products.apply(hidden, self.weight, self.bias, self)
+        products = _Products.apply(hidden, self.weight, self)
         assert isinstance(products, Tensor)
         return self.scaled(products)
 
     def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden]. Differentiable."""
-        return _TokenLogprobs.apply(hidden, self.weight, self.bias, targets, temperature, self)  # pyright: ignore
+        return _TokenLogprobs.apply(hidden, self.weight, targets, temperature, self)  # pyright: ignore
 
     def operand(self, tensor: Tensor) -> Tensor:
         """Hidden states or weights in the type of the products."""
@@ -54,9 +53,8 @@ class LogitsHead:
         if self.exact is not None:
             return self.exact.logits(hidden, weight)
         if weight.dtype == torch.float32:
-            return F.linear(hidden, weight, self.bias)
-        logits = _wide_product(hidden, weight.t())
-        return logits if self.bias is None else logits.add_(self.bias)
+            return F.linear(hidden, weight)
+        return _wide_product(hidden, weight.t())
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """The log-softmax of logits, fp32 [T, vocab]."""
@@ -76,24 +74,21 @@ class LogitsHead:
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, chunk by chunk, each only if it is asked for."""
+    """The gradients of hidden states and weight, chunk by chunk, each only if it is asked for."""
 
     def __init__(self, head: LogitsHead, hidden: Tensor, wanted: tuple[bool, ...]) -> None:
         self._head = head
         self._operand = head.operand(head.weight)
         self._hidden = hidden
-        of_hidden, of_weight, of_bias = wanted[:3]
+        of_hidden, of_weight = wanted[:2]
         self.hidden = torch.empty_like(hidden) if of_hidden else None
         self.weight = torch.zeros_like(head.weight, dtype=torch.float32) if of_weight else None
-        self.bias = torch.zeros_like(head.bias, dtype=torch.float32) if of_bias and head.bias is not None else None
 
     def products(self, rows: slice) -> Tensor:
         return self._head.products(self._head.operand(self._hidden[rows]), self._operand)
 
     def add(self, rows: slice, grad: Tensor) -> None:
         """grad: of the products of these rows, fp32 [rows, vocab]."""
-        if self.bias is not None:
-            self.bias += grad.sum(0)
         narrow = grad.to(self._operand.dtype)
         if self.hidden is not None:
             self.hidden[rows] = narrow @ self._operand
@@ -104,17 +99,13 @@ class _Gradients:
             else:
                 self.weight += _wide_product(narrow.t(), hidden)
 
-    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        head = self._head
-        weight = self.weight
-        bias = self.bias
-        weight = None if weight is None else weight.to(head.weight.dtype)
-        return self.hidden, weight, None if bias is None or head.bias is None else bias.to(head.bias.dtype)
+    def found(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.hidden, None if self.weight is None else self.weight.to(self._head.weight.dtype)
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LogitsHead) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: LogitsHead) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.head = head
         return head.products(head.operand(hidden), head.operand(weight))
@@ -132,8 +123,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, head: LogitsHead,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, head: LogitsHead
+    ) -> tuple[Tensor, Tensor]:
         operand = head.operand(weight)
         count = len(hidden)
         found, entropy, normalizer = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))

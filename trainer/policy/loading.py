@@ -19,8 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ...comm.errors import SettingError
-from ...relay.weights.layout import local_tensor
-from ...relay.weights.shards import held_rows
+from ...relay.weights.layout import held_rows, local_tensor
 from .checkpoint_files import language_model, weight_files
 from .lora import is_adapter
 

@@ -165,13 +165,14 @@ class Policy(nn.Module):
 
     def _logits_head(self, dtype: torch.dtype | None = None) -> LogitsHead:
         head = self.head
+        assert head.bias is None, "`LogitsHead` has no bias"
         exact = None
         if self.exact is not None:
             dtype = self.exact.dtype
             exact = self.exact.operators
         elif not head.weight.is_cuda:
             dtype = torch.float32
-        return LogitsHead(head.weight, head.bias, dtype or self.dtype, exact, self.logit_divisor, self.logit_softcap)
+        return LogitsHead(head.weight, dtype or self.dtype, exact, self.logit_divisor, self.logit_softcap)
 
 
 def load_policy(

@@ -1,7 +1,7 @@
 """A generator on an emulated device: `rollout.engine=emulated`. Time passes and tokens are counted; nothing is computed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,11 +9,11 @@ import torch
 
 from ....comm.clock import REAL_TIME, Clock
 from ....comm.fleet import Fleet
+from ....comm.messages.weights import WeightsPulled
 from ....comm.recipe import Recipe
+from ....comm.shared_memory import host_buffer
 from ....relay.weights.layout import Layout
-from ....relay.weights.pinned import host_buffer
 from ....relay.weights.reader import WeightReader
-from ....relay.weights.slots import Receipt
 from ....rollout.engine.sampling import SamplingParams
 from ....rollout.engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
 from ....rollout.generators.base import GeneratorProfile
@@ -27,9 +27,9 @@ class Reader(Protocol):
 
     def newest(self) -> int | None: ...
 
-    def pull(self, into: np.ndarray, deadline_s: float) -> Receipt: ...
+    def pull(self, into: np.ndarray, deadline_s: float) -> WeightsPulled: ...
 
-    def pull_version(self, version: int, into: np.ndarray) -> Receipt: ...
+    def pull_version(self, version: int, into: np.ndarray) -> WeightsPulled: ...
 
     def close(self) -> None: ...
 
@@ -61,15 +61,15 @@ class EmulatedWeights:
         self._pending = {version: at for version, at in self._pending.items() if at > now}
         return self._newest
 
-    def pull(self, deadline_s: float, version: int | None = None) -> Receipt:
+    def pull(self, deadline_s: float, version: int | None = None) -> WeightsPulled:
         """The newest version, or the one that is named."""
         if version is None:
-            receipt = self._reader.pull(self._buffer, deadline_s)
+            pulled = self._reader.pull(self._buffer, deadline_s)
         else:
-            receipt = self._reader.pull_version(version, self._buffer)
-        self.version = receipt.version
-        self._newest = max(self._newest, receipt.version)
-        return receipt
+            pulled = self._reader.pull_version(version, self._buffer)
+        self.version = pulled.version
+        self._newest = max(self._newest, pulled.version)
+        return pulled
 
     def close(self) -> None:
         self._reader.close()
@@ -141,21 +141,21 @@ class EmulatedGenerator:
         unfinished = (*device.running.values(), *device.waiting)
         return [SequenceProgress(sequence.trajectory_id, device.num_tokens(sequence)) for sequence in unfinished]
 
-    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+    def responses(self) -> list[SequencePart]:
         parts: list[SequencePart] = []
         for sequence in (*self.device.running.values(), *self.device.waiting):
-            num_new = self.device.num_tokens(sequence) - sequence.num_prompt - counts.get(sequence.trajectory_id, 0)
+            num_tokens = self.device.num_tokens(sequence) - sequence.num_prompt
             prompt = [0] * sequence.num_prompt
-            tokens = [0] * num_new
-            parts.append(SequencePart(sequence.trajectory_id, 0, prompt, tokens, [0.0] * num_new))
+            tokens = [0] * num_tokens
+            parts.append(SequencePart(sequence.trajectory_id, 0, prompt, tokens, [0.0] * num_tokens))
         return parts
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
+    def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:
         self._start_if_idle()
         self.device.recompute()
-        receipt = self.weights.pull(deadline_s, version)
+        pulled = self.weights.pull(deadline_s, version)
         self._sleep_for(self.transfer.pull_s)
-        return receipt
+        return pulled
 
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:
         """The exported cache is a tensor of one number."""

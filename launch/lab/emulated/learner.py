@@ -14,7 +14,6 @@ from ....comm.recipe import Recipe
 from ....relay.queue.batch import Batch
 from ....relay.weights.layout import Layout
 from ....relay.weights.publisher import WeightPublisher
-from ....relay.weights.slots import Receipt
 from ....trainer.actor_group import ActorGroup
 from ....trainer.step_metrics import StepMetrics
 from ..settings import lab_of
@@ -26,7 +25,7 @@ _VERSION_FILE = "version"
 class Publisher(Protocol):
     """The beginning of the weights' way, as `WeightPublisher` is one."""
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Receipt: ...
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
 
     def close(self) -> None: ...
 

@@ -1,6 +1,6 @@
 """Rewards of emulated trajectories, which have no text."""
 
-from ....rollout.rewards.calls import ScoreRequest
+from ....rollout.row_writer import FinishedRow
 
 
 class EmulatedRewards:
@@ -9,15 +9,15 @@ class EmulatedRewards:
     backlog = 0
 
     def __init__(self) -> None:
-        self.done: list[ScoreRequest] = []
-        """The requests that `finished` has not returned yet."""
+        self.done: list[FinishedRow] = []
+        """The rows that `finished` has not returned yet."""
 
-    def submit(self, *requests: ScoreRequest) -> None:
-        for request in requests:
-            request.reward = float(request.key.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
-        self.done += requests
+    def submit(self, *rows: FinishedRow) -> None:
+        for row in rows:
+            row.reward = float(row.held.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
+        self.done += rows
 
-    def finished(self) -> list[ScoreRequest]:
+    def finished(self) -> list[FinishedRow]:
         done = self.done
         self.done = []
         return done

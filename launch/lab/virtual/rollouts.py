@@ -10,8 +10,8 @@ from ....comm.fleet import Fleet, Member
 from ....comm.mailbox import Mailbox
 from ....comm.messages.base import storage_id_of
 from ....comm.messages.migration import TransferOffered
+from ....comm.messages.weights import WeightsPulled
 from ....comm.recipe import Recipe
-from ....relay.weights.slots import Receipt
 from ....rollout.migration.codec import MovedRow
 from ....rollout.partial_rows import StreamedRow
 from ....rollout.row_writer import FinishedRow
@@ -32,12 +32,12 @@ class VirtualVersions:
     def newest(self) -> int | None:
         return self.version
 
-    def pull(self, into: np.ndarray, deadline_s: float) -> Receipt:
+    def pull(self, into: np.ndarray, deadline_s: float) -> WeightsPulled:
         assert self.version is not None
-        return Receipt(self.version, "")
+        return WeightsPulled(self.version, "")
 
-    def pull_version(self, version: int, into: np.ndarray) -> Receipt:
-        return Receipt(version, "")
+    def pull_version(self, version: int, into: np.ndarray) -> WeightsPulled:
+        return WeightsPulled(version, "")
 
     def close(self) -> None:
         """Nothing to end."""

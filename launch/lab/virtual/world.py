@@ -42,7 +42,6 @@ class World:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.num_events = 0
         self.threads: list[Waiter] = []
         """The threads that have started and not ended, in the order of their start."""
         self.current: Waiter | None = None
@@ -84,7 +83,6 @@ class World:
                 moment = wakes_at
         if self._events and self._events[0][0] < moment:
             self.now, _, act = heapq.heappop(self._events)
-            self.num_events += 1
             act()
             return
         assert moment < math.inf, f"nothing is left to happen after {self.now:.1f} s: the run stands still"

@@ -10,8 +10,9 @@ from support.emulated_run import EMULATED
 
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe, recipe_yaml, save_recipe
+from headrace.launch.lab.command import main
 from headrace.launch.lab.devices import Devices
-from headrace.launch.lab.plan import MeasuredJob, Simulation, main, proposal
+from headrace.launch.lab.plan import MeasuredJob, Simulation, proposal
 from headrace.launch.lab.profile import (
     MOST_LENGTHS,
     emulated_recipe,

@@ -149,8 +149,9 @@ def test_a_tool_of_a_notebook_has_its_schema_in_the_run(tmp_path: Path):
     settings = recipe_of(nested(inputs.settings({"environment.tools": [notebook.names["calc"]]}))).environment
     inputs.write()
     check_tools(settings)
-    (schema,) = tool_schemas(settings) or ()
-    assert schema["function"]["parameters"]["properties"]["operator"]["enum"] == ["+", "-"]
+    schemas = tool_schemas(settings)
+    assert schemas is not None and len(schemas) == 1
+    assert schemas[0]["function"]["parameters"]["properties"]["operator"]["enum"] == ["+", "-"]
 
 
 def test_a_function_of_a_module_keeps_its_file_and_finds_its_neighbours(

@@ -223,7 +223,7 @@ def mixed(folder: Path, sizes: tuple[int, ...], seed: int = 1, **settings: Any) 
 
 
 def prompts_of(pool: PromptSource, cursors: range) -> list[str]:
-    return [json.loads(bytes(pool.row(pool.group_at(cursor))))["prompt"] for cursor in cursors]
+    return [json.loads(pool.row(pool.group_at(cursor)))["prompt"] for cursor in cursors]
 
 
 def test_several_files_are_mixed_and_each_row_comes_once_in_an_epoch(tmp_path: Path):

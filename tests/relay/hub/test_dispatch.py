@@ -25,8 +25,7 @@ from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from headrace.relay.hub.hub import MAX_RESTARTS_IN_STEP
 from headrace.relay.journal.journal import replay
-from headrace.relay.queue.task_controller import Task
-from headrace.relay.queue.tasks import pipeline
+from headrace.relay.queue.tasks import Task, pipeline
 
 MakeScene = Callable[..., Scene]
 TASKS = pipeline(QueueSettings(), AlgorithmSettings(kl_coef=0.1))
@@ -80,12 +79,13 @@ def train(s: Scene) -> list[TrainBatch]:
 
 def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
     s = scene(tasks=TASKS)
-    ready(s)
+    grant = ready(s)
     assert train(s) == []
     queue = s.hub.state.queue
     assert (len(queue.at_tasks), len(queue.ready)) == (2, 0)
     first = take(s, "reference-0", tokens=10)
     assert first is not None and len(rows_of(first)) == 2
+    assert [group.group for group in first.groups] == [grant.leases[0].group], "the oldest rows go first"
     s.say("reference-0", done(first))
     assert (len(queue.at_tasks), len(queue.ready)) == (1, 0), "one is trained, which the hub handed out at once"
     second = take(s, "reference-0", request_id=2)

@@ -13,7 +13,7 @@ from headrace.comm.messages.run import DrainRequested
 from headrace.relay.hub import health
 from headrace.relay.hub.health import FIRST_ALARM_S, PATIENCE_S
 from headrace.relay.hub.loop import HubLoop
-from headrace.relay.hub.shutdown import RunEnd
+from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import replay
 from headrace.relay.journal.records import Losses
 
@@ -85,7 +85,7 @@ def test_a_run_whose_groups_are_all_filtered_out_ends_with_its_cause(make: MakeR
     assert "none of the last 80 groups can be trained" in run.failure and "queue.max_lost_batches" in run.failure
     assert "160 were filtered out (all rewards of a group are equal)" in run.failure and "\n" not in run.failure
     loop = HubLoop(run.hub, MemoryFleet.join_network(run.network, "hub"))
-    assert loop.step() == RunEnd("failed", run.failure, 1)
+    assert loop.step() == ev.Ending(status="failed", error=run.failure, exit_code=1)
 
 
 def test_a_run_whose_trajectories_all_fail_ends_with_the_first_reason(make: MakeRun):

@@ -36,7 +36,6 @@ from headrace.comm.messages import (
 from headrace.relay.dataset.order import PromptPool
 from headrace.relay.dataset.rows import MAX_ROW_BYTES, JsonLines
 from headrace.relay.hub.loop import HubLoop
-from headrace.relay.hub.shutdown import RunEnd
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import JournalError, cut_after, read_events, replay, steps_in
 from headrace.relay.journal.records import RowStatus
@@ -330,7 +329,7 @@ def test_a_process_that_is_not_started_again_ends_the_run_with_its_supervisors_w
     loop = HubLoop(s.hub, MemoryFleet.join_network(s.network, "hub"))
     error = "rollout-3 was ended by SIGKILL, after 5 restarts"
     s.network.mailboxes.open("rollout-3").send("hub", Failed(error, 1))
-    assert loop.step() == RunEnd("failed", error, 1, gone="rollout-3")
+    assert loop.step() == ev.Ending(status="failed", error=error, exit_code=1, gone="rollout-3")
 
 
 def request(incarnation: int, number: int = 1) -> LeaseRequest:

@@ -13,7 +13,8 @@ from support.in_memory import MemoryFleet
 from headrace.comm.messages import HeldRows, LeaseGrant, LoadReport, Message, RowDone, RowId, VersionReady
 from headrace.comm.messages.migration import ClaimResult, ClaimRows, MigrateOrder, MigrateResult, RowsReassigned
 from headrace.comm.recipe import RepackSettings
-from headrace.relay.hub.shutdown import RunEnd, Shutdown
+from headrace.relay.hub.shutdown import Shutdown
+from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import replay
 from headrace.relay.journal.records import RowStatus
 
@@ -193,7 +194,7 @@ def test_rows_that_source_and_destination_hold_when_the_run_ends_count_once(tail
         tail.boxes[f"rollout-{index}"].send("hub", HeldRows(rows, [1, 1]))
     if is_claimed:
         tail.claim("rollout-1", rows)  # the rollouts do not read the answer
-    summary = Shutdown(tail.hub, hub, PATIENCE_S).run(RunEnd("interrupted"))
+    summary = Shutdown(tail.hub, hub, PATIENCE_S).run(ev.Ending(status="interrupted"))
     assert (summary["accounting"]["in_flight"], summary["accounting"]["holds"]) == (2, True)
     assert summary["moved"] == 2 * is_claimed
 
@@ -203,7 +204,7 @@ def test_the_trainer_of_an_interrupted_run_has_time_for_its_last_checkpoint(tail
     hub = MemoryFleet.join_network(tail.network, "hub")
     MemoryFleet.join_network(tail.network, "actor")
     started = time.monotonic()
-    Shutdown(tail.hub, hub, deadline_s=0.01, grace_s=0.5).run(RunEnd(status))
+    Shutdown(tail.hub, hub, deadline_s=0.01, grace_s=0.5).run(ev.Ending(status=status))
     assert waited_s <= time.monotonic() - started < waited_s + 0.4
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.hub_scene import Restart
 
 from headrace.comm.messages import (
@@ -20,10 +21,9 @@ from headrace.comm.messages import (
     Stop,
     StoredRows,
     TrainBatch,
-    TrainingDone,
 )
 from headrace.relay.hub.loop import HubLoop
-from headrace.relay.hub.shutdown import RunEnd, Shutdown
+from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import last_opened
 from headrace.relay.journal.records import RowStatus
@@ -138,10 +138,11 @@ def test_a_process_that_was_drained_gets_no_more_and_is_stopped(scene: Restart):
 
 
 def test_an_end_that_had_begun_goes_on(scene: Restart):
-    end = RunEnd("finished", done=TrainingDone(3, {"export": "here", "time_s": 1.5}), gone="actor-0")
-    scene.hub.context.commit(end.event())
+    end = ev.Ending(status="finished", facts={"export": "here", "time_s": 1.5}, gone="actor-0")
+    scene.hub.context.commit(end)
     scene.restart()
-    assert HubLoop(scene.hub, scene.join("hub")).step() == end
+    found = HubLoop(scene.hub, scene.join("hub")).step()
+    assert found is not None and replace(found, t=end.t) == end
 
 
 @pytest.mark.parametrize(("incarnation", "num_returned"), [(1, 0), (2, 1)])
@@ -154,7 +155,7 @@ def test_at_the_end_the_next_process_of_a_dead_rollout_does_not_answer_for_its_r
     hub = scene.join("hub")
     scene.boxes["rollout-0"].send("hub", HeldRows(rows, [lease.attempt] * len(rows), incarnation))
     scene.boxes["relay-0"].send("hub", StoredRows([], at_end=True))
-    summary = Shutdown(scene.hub, hub, 0.5).run(RunEnd("interrupted"))
+    summary = Shutdown(scene.hub, hub, 0.5).run(ev.Ending(status="interrupted"))
     assert (summary["accounting"]["in_flight"], summary["accounting"]["holds"]) == (2, True)
     assert sum(isinstance(event, ev.Returned) for event in scene.events()) == num_returned
 

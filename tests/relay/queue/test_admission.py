@@ -12,7 +12,7 @@ from headrace.comm.recipe import BatchSettings, QueueSettings
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply
 from headrace.relay.queue.admission import Admission
-from headrace.relay.queue.samplers import Budget, Candidate, Fifo, Sampler
+from headrace.relay.queue.samplers import Budget, Candidate, Sampler
 
 
 class SmallRun:
@@ -117,7 +117,7 @@ def test_the_window_limits_the_queue_and_leaves_a_micro_batch_at_least(micro_tok
 
 
 def test_a_queue_that_a_sampler_chooses_from_has_a_step_at_least():
-    run = SmallRun(bound=None, per_step=4, sampler=Fifo())
+    run = SmallRun(bound=None, per_step=4, sampler=NewestFirst())
     run.train_whole_step()
     run.state.window.in_generation, run.state.window.margin = 1.0, 0.5
     assert run.admission.lead(run.state) == 4

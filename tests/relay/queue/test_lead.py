@@ -14,7 +14,7 @@ from headrace.launch.lab.emulated.rewards import EmulatedRewards
 from headrace.launch.lab.settings import LabSettings
 from headrace.launch.lab.virtual.run import VirtualRun
 from headrace.relay.journal.journal import replay
-from headrace.rollout.rewards.calls import ScoreRequest
+from headrace.rollout.row_writer import FinishedRow
 
 STEPS, GROUPS, SAMPLES = 20, 32, 2
 
@@ -81,11 +81,11 @@ def grown(growth: float) -> Callable[[int, int, LabSettings, int], int]:
 def rewards(filtered: float) -> Callable[..., None]:
     """Rewards that are equal in this share of the groups."""
 
-    def submit(self: EmulatedRewards, *requests: ScoreRequest) -> None:
-        for request in requests:
-            is_equal = Random(f"{request.key.row_id.group}").random() < filtered
-            request.reward = 0.0 if is_equal else float(request.key.row_id.sample)
-        self.done += requests
+    def submit(self: EmulatedRewards, *rows: FinishedRow) -> None:
+        for row in rows:
+            is_equal = Random(f"{row.held.row_id.group}").random() < filtered
+            row.reward = 0.0 if is_equal else float(row.held.row_id.sample)
+        self.done += rows
 
     return submit
 

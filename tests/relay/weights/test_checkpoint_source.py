@@ -10,6 +10,7 @@ from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 
 from headrace.comm.errors import WrongDigest
+from headrace.comm.messages.weights import WeightsPulled
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.relay.journal.events import Checkpointed, Published
@@ -83,7 +84,7 @@ def test_a_rollout_takes_from_the_checkpoint_a_version_that_no_relay_holds(tmp_p
     )
     for thing in (segment, server, weights):
         at_end(thing.close)
-    assert weights.pull_version(5) == (5, run.digest)
+    assert weights.pull_version(5) == WeightsPulled(5, run.digest)
     assert weights.version == 5
     expected = load_policy(run.dir / "checkpoints/step_5/hf", "bfloat16").weights()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights().items())

@@ -13,10 +13,9 @@ from headrace.comm.messages.weights import Offer
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
-from headrace.relay.weights.layout import Layout
+from headrace.relay.weights.layout import Layout, ShardRun, WeightShard
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.server import WeightServer
-from headrace.relay.weights.shards import ShardRun, WeightShard
 from headrace.relay.weights.version_store import VersionStore
 
 NUM_BYTES = 4096

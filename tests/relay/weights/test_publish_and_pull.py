@@ -16,11 +16,10 @@ from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.waits import waiting
 from headrace.relay.weights import chain
-from headrace.relay.weights.layout import Layout
+from headrace.relay.weights.layout import Layout, ShardRun, WeightShard
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
-from headrace.relay.weights.shards import ShardRun, WeightShard
 from headrace.relay.weights.slots import VersionNotAvailable
 
 PATIENCE_S = 60.0

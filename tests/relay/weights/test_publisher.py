@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from headrace.relay.weights.byte_ranges import GRID_BYTES
-from headrace.relay.weights.layout import Layout
+from headrace.relay.weights.layout import Layout, WeightShard
 from headrace.relay.weights.publisher import PublishedVersions
-from headrace.relay.weights.shards import WeightShard
 
 NUM_FLOATS = 3 * GRID_BYTES // 4
 

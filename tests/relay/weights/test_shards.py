@@ -22,10 +22,9 @@ from headrace.comm.shared_memory import Segment
 from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
 from headrace.relay.weights.byte_ranges import ByteRanges
-from headrace.relay.weights.layout import Layout
+from headrace.relay.weights.layout import Layout, WeightShard
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
-from headrace.relay.weights.shards import WeightShard
 
 spans = st.lists(st.integers(1, 50), min_size=2, max_size=12).map(
     lambda gaps: tuple(zip(np.cumsum(gaps)[::2].tolist(), np.cumsum(gaps)[1::2].tolist(), strict=False))
@@ -110,7 +109,7 @@ from headrace.comm.recipe import CommSettings
 from headrace.comm.links.process_group import meeting_store
 from headrace.launch.processes.role_process import end_process
 from headrace.relay.weights.layout import Layout
-from headrace.relay.weights.shards import WeightShard
+from headrace.relay.weights.layout import WeightShard
 from headrace.relay.weights.publisher import WeightPublisher
 
 address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]

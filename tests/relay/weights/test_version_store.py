@@ -18,13 +18,11 @@ from headrace.comm.links.frames import send_data, send_frame
 from headrace.comm.messages.weights import Offer
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.relay.weights.byte_ranges import GRID_BYTES, ByteRanges, digest, digest_of_ranges, ranges_of
-from headrace.relay.weights.incoming import watermark
-from headrace.relay.weights.layout import Layout
+from headrace.relay.weights.layout import Layout, WeightShard
 from headrace.relay.weights.publisher import PublishedVersions
-from headrace.relay.weights.shards import WeightShard
 from headrace.relay.weights.slots import VersionSlots
 from headrace.relay.weights.transfer import VersionReceiver, send_version
-from headrace.relay.weights.version_store import VersionStore
+from headrace.relay.weights.version_store import VersionStore, watermark
 
 NUM_BYTES = 4096
 TENSORS = {"w": torch.ones(3 * GRID_BYTES // 4)}

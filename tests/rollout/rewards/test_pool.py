@@ -15,9 +15,12 @@ import pytest
 from support.polling import wait_for
 
 from headrace.comm.errors import SettingError
+from headrace.comm.messages import GroupId
 from headrace.comm.recipe import RewardSettings
-from headrace.rollout.rewards.calls import ScoreRequest
+from headrace.rollout.engine.sequence import Completion
+from headrace.rollout.leases import LeasedRow
 from headrace.rollout.rewards.pool import MAX_BATCH, RewardPool
+from headrace.rollout.row_writer import FinishedRow
 
 
 @pytest.fixture
@@ -45,16 +48,22 @@ def ends(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def score(pool: RewardPool, *rows: dict, completions: list[str] | None = None) -> list[ScoreRequest]:
+def sample(number: int, row: dict, response: str = "text") -> FinishedRow:
+    """A finished sample of prompt `number` of the data."""
+    done = Completion(number, [0], [1, 2], [0.0, 0.0], "stop", text=response)
+    return FinishedRow(LeasedRow(GroupId(0, number).row(0), 1, 0, row, done), response)
+
+
+def score(pool: RewardPool, *rows: dict, completions: list[str] | None = None) -> list[FinishedRow]:
     for number, row in enumerate(rows):
         completion = completions[number] if completions else "text"
-        pool.submit(ScoreRequest(number, {"prompt": "p", **row}, completion, [1, 2]))
-    done: list[ScoreRequest] = []
+        pool.submit(sample(number, {"prompt": "p", **row}, completion))
+    done: list[FinishedRow] = []
     deadline = time.monotonic() + 240
     while len(done) < len(rows) and time.monotonic() < deadline:
         done += pool.finished()
         time.sleep(0.005)
-    return sorted(done, key=lambda item: item.key)
+    return sorted(done, key=lambda item: item.held.row_id.number)
 
 
 TRL = "def reward(prompts, completions, completion_ids, answer, **columns):\n"
@@ -239,7 +248,7 @@ def test_samples_of_few_prompts_without_a_reward_are_no_broken_function(pool: Ma
     rewards = pool(TRL + "    return [None if a is None else float(a) for a in answer]\n")
     prompts = [{"prompt": "p", "answer": None} for _ in range(3)]
     for number in range(99):
-        rewards.submit(ScoreRequest(number, prompts[number % 3], "text", [1, 2]))
+        rewards.submit(sample(number, prompts[number % 3]))
     deadline, done = time.monotonic() + 60, 0
     while done < 99 and time.monotonic() < deadline:
         done += len(rewards.finished())
@@ -318,9 +327,11 @@ OWNER = """
 import sys, time
 from headrace.comm.recipe import RewardSettings
 from headrace.rollout.rewards.pool import RewardPool
-from headrace.rollout.rewards.calls import ScoreRequest
+from headrace.comm.messages import GroupId
+from headrace.rollout.leases import LeasedRow
+from headrace.rollout.row_writer import FinishedRow
 rewards = RewardPool(RewardSettings(path=sys.argv[1] + ":reward")).start()
-rewards.submit(ScoreRequest(0, {"prompt": "p", "answer": 1}, "text", [1]))
+rewards.submit(FinishedRow(LeasedRow(GroupId(0, 0).row(0), 1, 0, {"prompt": "p", "answer": 1}), "text"))
 time.sleep(1000)
 """
 
@@ -456,13 +467,13 @@ async def reward(log_extra, completions):
 def test_async_and_other_functions_add_up(pool: MakePool, tmp_path: Path):
     source = "async def one(answer):\n    return [1.0 for _ in answer]\ndef two(answer):\n    return [None, 2.0][:len(answer)]\n"
     rewards = pool(source, path=tuple(f"{tmp_path / 'rewards.py'}:{name}" for name in ("two", "one")))
-    rewards.submit(*(ScoreRequest(number, {"prompt": "p", "answer": 0}, "text", [1]) for number in range(2)))
-    done: list[ScoreRequest] = []
+    rewards.submit(*(sample(number, {"prompt": "p", "answer": 0}) for number in range(2)))
+    done: list[FinishedRow] = []
     deadline = time.monotonic() + 120
     while len(done) < 2 and time.monotonic() < deadline:
         done += rewards.finished()
         time.sleep(0.005)
-    assert [item.reward for item in sorted(done, key=lambda item: item.key)] == [1.0, 3.0]
+    assert [item.reward for item in sorted(done, key=lambda item: item.held.row_id.number)] == [1.0, 3.0]
 
 
 def test_samples_that_are_submitted_together_come_in_one_call_even_after_a_failure(pool: MakePool):
@@ -473,13 +484,15 @@ def test_samples_that_are_submitted_together_come_in_one_call_even_after_a_failu
     rewards = pool(source, batch="group")
     groups = [["x", "bad", "x"], ["y", "y", "y"], ["z", "z", "z"]]
     for number, group in enumerate(groups):
-        rewards.submit(*(ScoreRequest(number, {"prompt": "p", "answer": answer}, "", [1]) for answer in group))
-    done: list[ScoreRequest] = []
+        rewards.submit(*(sample(number, {"prompt": "p", "answer": answer}, "") for answer in group))
+    done: list[FinishedRow] = []
     deadline = time.monotonic() + 120
     while len(done) < 9 and time.monotonic() < deadline:
         done += rewards.finished()
         time.sleep(0.005)
-    by_group = {number: {item.reward for item in done if item.key == number} for number in range(3)}
+    by_group = {
+        number: {item.reward for item in done if item.held.row_id.group.prompt == number} for number in range(3)
+    }
     assert by_group[0] == {None} and all(reward and reward % 3 == 0 for n in (1, 2) for reward in by_group[n])
 
 
@@ -493,12 +506,12 @@ def reward(prompts, **columns):
     return [1.0] * len(prompts)
 """
     slow = pool(source)
-    rows = [ScoreRequest(number, {"prompt": "p"}, "text", [1, 2]) for number in range(MAX_BATCH + 5)]
+    rows = [sample(number, {"prompt": "p"}) for number in range(MAX_BATCH + 5)]
     for request in rows:
         slow.submit(request)
     wait_for(lambda: slow.backlog == 4, lambda: True, lambda: f"{slow.backlog} wait", patience_s=60)
     (tmp_path / "go").touch()
-    done: list[ScoreRequest] = []
+    done: list[FinishedRow] = []
     wait_for(
         lambda: done.extend(slow.finished()) or len(done) == len(rows), lambda: True, lambda: "hangs", patience_s=60
     )
@@ -516,9 +529,9 @@ def reward(prompts, completions, name, **columns):
     return [float(os.getpid())] * len(prompts)
 """
     both = pool(source, workers=2)
-    done: list[ScoreRequest] = []
-    for name in ("first", "second"):
-        both.submit(ScoreRequest(name, {"prompt": "p", "name": name}, "text", [1, 2]))
+    done: list[FinishedRow] = []
+    for number, name in enumerate(("first", "second")):
+        both.submit(sample(number, {"prompt": "p", "name": name}))
         wait_for((tmp_path / name).exists, lambda: True, lambda: "no call began", patience_s=60)
     wait_for(
         lambda: done.extend(both.finished()) or len(done) == 2, lambda: True, lambda: "a call hangs", patience_s=60

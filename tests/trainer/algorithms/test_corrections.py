@@ -77,7 +77,14 @@ def proximal_of(logprob: float, t: int, proximal: str, is_updated: bool) -> floa
 def test_the_corrected_loss_and_its_gradient_follow_the_formula(proximal: str, bound: str, is_updated: bool):
     logprobs = torch.tensor(NEW, requires_grad=True)
     recipe = Recipe(algorithm=settings(proximal, bound))
-    terms = policy_loss(logprobs, torch.zeros_like(logprobs), batch(is_updated=is_updated), recipe)
+    terms = policy_loss(
+        logprobs,
+        torch.zeros_like(logprobs),
+        batch(is_updated=is_updated),
+        recipe.algorithm,
+        recipe.batch,
+        recipe.sampling,
+    )
     loss = terms.loss / terms.weight
     assert loss.item() == pytest.approx(formula(NEW, NEW, proximal, bound, is_updated), abs=1e-9)
     (gradient,) = torch.autograd.grad(loss, logprobs)

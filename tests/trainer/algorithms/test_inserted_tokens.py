@@ -70,7 +70,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_drawn_tokens_alone(settings:
     found, gradients, metrics = [], [], []
     for batch, values in ((whole, logprobs), (kept, logprobs[drawn])):
         values = values.clone().requires_grad_()
-        terms = policy_loss(values, -values, batch, recipe)
+        terms = policy_loss(values, -values, batch, recipe.algorithm, recipe.batch, recipe.sampling)
         terms.loss.backward()
         assert values.grad is not None
         gradients.append(values.grad)

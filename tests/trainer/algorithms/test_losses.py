@@ -62,6 +62,7 @@ def inputs_of(new: torch.Tensor, old: np.ndarray, advantages: np.ndarray, dual: 
         lengths=lengths,
         clip_low=LOW,
         clip_high=HIGH,
+        behaviour_logprobs=torch.tensor(old),
         clip_dual=dual,
     )
 
@@ -97,6 +98,7 @@ def clipped(name: str, new: list[float], old: list[float], advantages: list[floa
         lengths=torch.tensor([len(new)]),
         clip_low=LOW,
         clip_high=HIGH,
+        behaviour_logprobs=torch.tensor(old),
         clip_dual=dual,
     )
     return open_loss(name)(x)[1].tolist()
@@ -123,6 +125,7 @@ def test_a_token_with_a_ratio_beyond_all_bounds_gives_a_finite_gradient(name: st
         torch.tensor([4]),
         LOW,
         HIGH,
+        torch.tensor([-1.0, -1000.0, -0.1, -torch.inf], dtype=torch.float64),
     )
     (gradient,) = torch.autograd.grad(open_loss(name)(x)[0].sum(), logprobs)
     assert gradient.isfinite().all()

@@ -11,9 +11,9 @@ from headrace.trainer.policy.exact.blocks import BlockOperators
 from headrace.trainer.policy.lm_head import LogitsHead
 
 
-def formula(hidden, weight, bias, targets, temperature, divisor, softcap):
-    """log softmax and -sum p log p of cap(W h + b), with all logits in memory, in the type of the arguments."""
-    logits = (hidden @ weight.t() + bias) / divisor
+def formula(hidden, weight, targets, temperature, divisor, softcap):
+    """log softmax and -sum p log p of cap(W h), with all logits in memory, in the type of the arguments."""
+    logits = hidden @ weight.t() / divisor
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
@@ -36,14 +36,14 @@ def test_values_and_gradients_are_those_of_the_formula_in_float64(
     monkeypatch.setattr(lm_head, "_MIN_ROWS", 32)
     monkeypatch.setitem(lm_head._CHUNK_BYTES, "cpu", 1)
     torch.manual_seed(0)
-    hidden, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((70, 12), (41, 12), (41,)))
+    hidden, weight = (torch.randn(shape, requires_grad=True) for shape in ((70, 12), (41, 12)))
     targets, tilt = torch.randint(41, (70,)), torch.randn(2, 70)
-    wide = hidden.double(), weight.double(), bias.double()
-    lean = LogitsHead(weight, bias, dtype, divisor=divisor, softcap=softcap)
+    wide = hidden.double(), weight.double()
+    lean = LogitsHead(weight, dtype, divisor=divisor, softcap=softcap)
     expected = formula(*wide, targets, temperature, divisor, softcap)
     found = lean.token_logprobs(hidden, targets, temperature)
     wanted_gradients, gradients = (
-        torch.autograd.grad(combined(values, tilt, of), (hidden, weight, bias)) for values in (expected, found)
+        torch.autograd.grad(combined(values, tilt, of), (hidden, weight)) for values in (expected, found)
     )
     for value, wanted in zip(found, expected, strict=True):
         assert (value - wanted).abs().max() < bound
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_the_formula_in_float64(
 def test_logits_and_log_probs_are_made_of_the_same_bits():
     torch.manual_seed(0)
     hidden, targets = torch.randn(64, 12), torch.randint(41, (64,))
-    lean = LogitsHead(torch.randn(41, 12), None, torch.float32, exact=BlockOperators())
+    lean = LogitsHead(torch.randn(41, 12), torch.float32, exact=BlockOperators())
     expected = torch.log_softmax(lean.logits(hidden) * (1 / 0.7), -1).gather(1, targets[:, None])[:, 0]
     assert torch.equal(lean.token_logprobs(hidden, targets, 0.7)[0], expected)
 
@@ -62,7 +62,7 @@ def test_logits_and_log_probs_are_made_of_the_same_bits():
 def test_a_frozen_head_gets_no_gradient():
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 12, requires_grad=True), torch.randn(41, 12)
-    LogitsHead(weight, None, torch.float32).token_logprobs(hidden, torch.arange(5), 1.0)[0].sum().backward()
+    LogitsHead(weight, torch.float32).token_logprobs(hidden, torch.arange(5), 1.0)[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None
 
 
@@ -76,7 +76,7 @@ def kilobytes(field):
 hidden, weight = torch.randn(2048, 32, requires_grad=True), torch.randn(150_000, 32, requires_grad=True)
 targets = torch.randint(150_000, (2048,))
 before = kilobytes("VmRSS")
-logprobs, entropy = LogitsHead(weight, None, torch.float32).token_logprobs(hidden, targets, 1.0)
+logprobs, entropy = LogitsHead(weight, torch.float32).token_logprobs(hidden, targets, 1.0)
 logprobs.sum().backward()
 print((kilobytes("VmHWM") - before) / 1e3)
 """

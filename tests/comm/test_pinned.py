@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.comm.shared_memory import Segment
-from headrace.relay.weights import pinned
-from headrace.relay.weights.pinned import host_buffer, pin
+from headrace.comm import shared_memory
+from headrace.comm.shared_memory import Segment, host_buffer, pin
 from headrace.relay.weights.slots import VersionSlots
 
 REFUSED = 712
@@ -37,7 +36,7 @@ class Runtime:
 def runtime(monkeypatch):
     found = Runtime()
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: found))
-    monkeypatch.setattr(pinned, "_clear_error", lambda: found.cleared.append(True))
+    monkeypatch.setattr(shared_memory, "_clear_error", lambda: found.cleared.append(True))
     return found
 
 
@@ -78,7 +77,7 @@ def test_a_refusal_is_told_and_its_error_is_taken_off_the_thread(runtime, caplog
     assert len(runtime.cleared) == 1 and "does not pin 5000 bytes" in caplog.text
     gc.collect()
     assert len(runtime.cleared) == 1
-    pinned._unpin(1)
+    shared_memory._unpin(1)
     assert len(runtime.cleared) == 2
 
 

@@ -3,8 +3,8 @@
 from headrace.comm.messages import GroupId
 from headrace.rollout.engine.sequence import Completion
 from headrace.rollout.leases import LeasedRow
-from headrace.rollout.rewards.calls import ScoreRequest
-from headrace.rollout.rewards.groups import WholeGroups
+from headrace.rollout.row_writer import FinishedRow
+from headrace.rollout.scoring import WholeGroups
 
 DONE = Completion(1, [0], [0], [0.0], "stop")
 
@@ -12,7 +12,7 @@ DONE = Completion(1, [0], [0], [0.0], "stop")
 def test_a_group_is_scored_once_all_its_samples_here_are_finished_and_without_those_whose_lease_is_gone():
     rows = [LeasedRow(GroupId(0, 5).row(sample), 1, 0, {}) for sample in range(3)]
     held = {row.row_id.number: row for row in rows}
-    groups, requests = WholeGroups(held), [ScoreRequest(row, {}, "", []) for row in rows]
+    groups, requests = WholeGroups(held), [FinishedRow(row) for row in rows]
     for sample in (1, 0):
         rows[sample].completion = DONE
         groups.add(requests[sample])

@@ -1,11 +1,11 @@
-"""Transformers' own continuous batching as a generator: `rollout.engine=transformers`.
+"""Transformers' own continuous batching as a generator: `rollout.engine=docs/use/transformers_generator.py:TransformersGenerator`.
 
-An example of a foreign generator. It has to run prompts, report the log-probabilities of its samples, and take new weights.
+An example of an adapter (`rollout/generators/base.py`). It has to run prompts, report the log-probabilities of its samples, and take new weights.
 `generate_batch` does the first two. Its log-probabilities are those of the filtered distribution, so with a filter they are
 computed again by the policy. The parameters are views of the rollout's weights, so that a new version replaces them in place.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -14,15 +14,15 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ...comm.errors import SettingError
-from ...comm.fleet import Fleet
-from ...comm.recipe import Recipe
-from ...relay.weights.slots import Receipt
-from ...trainer.policy.model import default_device, load_policy, load_tokenizer
-from ..engine.chat_template import prompt_tokens
-from ..engine.sampling import SamplingParams
-from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
-from ..weights import RolloutWeights
+from headrace.comm.errors import SettingError
+from headrace.comm.fleet import Fleet
+from headrace.comm.messages.weights import WeightsPulled
+from headrace.comm.recipe import Recipe
+from headrace.rollout.engine.chat_template import prompt_tokens
+from headrace.rollout.engine.sampling import SamplingParams
+from headrace.rollout.engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+from headrace.rollout.weights import RolloutWeights
+from headrace.trainer.policy.model import default_device, load_policy, load_tokenizer
 
 _BLOCK_TOKENS = 256  # of the KV cache; transformers' own default
 _BATCH_TOKENS = 512  # more only enlarges the dense mask on CPU
@@ -47,14 +47,12 @@ class TransformersGenerator:
     kv_load = 0
 
     def __init__(self, fleet: Fleet, recipe: Recipe) -> None:
-        if recipe.generator.exact or recipe.rollout.tp > 1:
-            raise SettingError("rollout.engine=transformers supports neither generator.exact nor rollout.tp")
+        if recipe.generator.exact or recipe.lora.rank:
+            raise SettingError("rollout.engine: transformers' batching supports neither generator.exact nor lora.rank")
         self._data = recipe.data
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=recipe.lora.rank > 0)
-        self.weights = RolloutWeights(
-            fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device(), lora=recipe.lora
-        )
+        self.policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=False)
+        self.weights = RolloutWeights(fleet, self.policy, recipe.comm, recipe.run.dir, device=default_device())
         self.policy.model.set_attn_implementation("sdpa")
         self.context = self.policy.context
         self.max_running = recipe.generator.num_slots
@@ -80,7 +78,7 @@ class TransformersGenerator:
         """Raises `SettingError` for parameters that `generate_batch` does not support."""
         if params.stop or params.min_p or params.repetition_penalty != 1.0:
             raise SettingError(
-                "rollout.engine=transformers supports no sampling.stop, sampling.min_p or sampling.repetition_penalty"
+                "rollout.engine: transformers' batching supports no sampling.stop, sampling.min_p or sampling.repetition_penalty"
             )
         self._queue += [_Request(trajectory_id, prompt_ids, params) for trajectory_id in trajectory_ids]
 
@@ -105,10 +103,10 @@ class TransformersGenerator:
     def unfinished(self) -> list[SequenceProgress]:
         return [SequenceProgress(request.trajectory_id, len(request.prompt_ids)) for request in self._queue]
 
-    def tokens_since(self, counts: Mapping[int, int]) -> list[SequencePart]:
+    def responses(self) -> list[SequencePart]:
         raise AssertionError("`can_stream` is False")
 
-    def take_weights(self, deadline_s: float, version: int | None = None) -> Receipt:
+    def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:
         return self.weights.pull(deadline_s)
 
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:
