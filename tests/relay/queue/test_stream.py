@@ -102,11 +102,17 @@ class Scene:
         batch = TrainBatch(request_id=request_id, step=0, first=0, total=total, groups=list(groups), metrics={})
         self.hub.send("actor-0", batch)
 
-    def hear(self, kind: type[Any], *, is_overdue: bool = False) -> Any:
+    def hear(self, kind: type[Any]) -> Any:
         while (envelope := self.hub.receive(PATIENCE_S)) is not None:
-            if isinstance(envelope.message, kind) and not (is_overdue and not envelope.message.is_overdue):
+            if isinstance(envelope.message, kind):
                 return envelope.message
         raise AssertionError(f"no {kind.__name__}")
+
+    def answer_overdue(self) -> None:
+        """Answer the next request that is overdue, without rows."""
+        while not (request := self.hear(RequestRows)).is_overdue:
+            pass
+        self.hub.send("actor-0", NoRowsYet(request.request_id))
 
     def batches(self) -> list[Batch]:
         found = [stream.next() for stream in self.streams]
@@ -194,14 +200,14 @@ def test_a_stream_waits_beyond_its_deadline_while_the_hub_answers(scene: Any):
     with ThreadPoolExecutor(1) as pool:
         batches = pool.submit(s.batches)
         while time.monotonic() - started < 3.0:
-            s.hub.send("actor-0", NoRowsYet(s.hear(RequestRows, is_overdue=True).request_id))
+            s.answer_overdue()
         s.answer(s.group(0, [4, 4]), total=1)
         assert len(batches.result(PATIENCE_S)) == 2
 
 
 def test_a_stream_whose_hub_is_silent_ends_at_its_deadline_and_says_for_whom_it_waited(scene: Any):
     s = scene(1, deadline_s=1.0)
-    s.hub.send("actor-0", NoRowsYet(s.hear(RequestRows, is_overdue=True).request_id))
+    s.answer_overdue()
     with pytest.raises(WaitTimeout, match="waits for hub, rows for train"):
         s.streams[0].next()
 
