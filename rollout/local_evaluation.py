@@ -24,8 +24,8 @@ from .engine.chat_template import prompt_tokens
 from .engine.engine import Engine
 from .engine.memory import available_memory, sequences_that_fit
 from .engine.sampling import SamplingParams
+from .environments.schemas import tool_schemas
 from .environments.tokens import observation_tokens
-from .environments.tools import tool_schemas
 from .episodes import Episodes, open_episodes
 from .leases import LeasedRow
 from .rewards.pool import Rewards

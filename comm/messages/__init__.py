@@ -27,10 +27,10 @@ from .queue import (
     EvaluationResult,
     EvaluationsDone,
     ListStoredRows,
+    NoRowsYet,
     RequestRows,
     RowBatch,
     RowsNotFound,
-    StillEvaluating,
     StoredRows,
     TrainBatch,
 )

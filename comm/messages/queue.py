@@ -8,6 +8,8 @@ from .base import GroupId, Message, RowId
 class RequestRows(Message, frozen=True):
     """A consumer asks for rows of the first of `tasks` that has some. Repeated with the same id until answered.
 
+    One that `is_overdue` is answered at once, with `NoRowsYet` if there are no rows.
+
     Of `train` it gets groups of `step` beyond the first `received`. Of another task it gets rows of up to `max_tokens`, which
     is a micro-batch for each of its ranks. It lists its `open_batches`, each by task and number; the hub repeats one that is not
     among them.
@@ -21,6 +23,7 @@ class RequestRows(Message, frozen=True):
     max_tokens: int = 1 << 14
     evaluated: int = -1
     """The newest version whose evaluation it has received, for `train`."""
+    is_overdue: bool = False
 
 
 class RowRef(msgspec.Struct, frozen=True):
@@ -84,8 +87,8 @@ class TrainBatch(Message, frozen=True, kw_only=True):
         return [row for group in self.groups for row in group.rows()]
 
 
-class StillEvaluating(Message, frozen=True):
-    """An answer to `RequestRows` for `train`, from time to time: no groups yet, since rollouts work on an evaluation."""
+class NoRowsYet(Message, frozen=True):
+    """An answer to an overdue `RequestRows`: the hub is at work and has no rows for the consumer."""
 
     request_id: int
 
@@ -115,8 +118,8 @@ class RowBatch(Message, frozen=True, kw_only=True):
         return [row for group in self.groups for row in group.rows()]
 
 
-TrainAnswer = TrainBatch | StillEvaluating | EvaluationResult | EvaluationsDone
-Answer = TrainAnswer | RowBatch
+TrainAnswer = TrainBatch | EvaluationResult | EvaluationsDone
+Answer = TrainAnswer | RowBatch | NoRowsYet
 """The hub's answers to `RequestRows`."""
 
 

@@ -4,9 +4,6 @@ from msgspec import Struct
 
 from .fields import Count, Finite, NotNegative, OptionalCount
 
-WAIT_S = 30.0
-"""Longest time without an answer to the trainer while rollouts work on an evaluation; its own wait has a deadline."""
-
 
 class EvalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`eval.*`: evaluation during training: before the first step, every `every` steps and after the last (docs/use/evaluation.md)."""

@@ -78,7 +78,7 @@ def _long_lengths(
     if not doubtful:
         return {}
     from ...rollout.engine.chat_template import prompt_tokens
-    from ...rollout.environments.tools import tool_schemas
+    from ...rollout.environments.schemas import tool_schemas
     from ...trainer.policy.model import load_tokenizer
 
     form = load_tokenizer(policy.folder), settings, tool_schemas(environment)

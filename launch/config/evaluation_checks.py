@@ -2,7 +2,6 @@
 
 from ...comm.errors import SettingError
 from ...comm.recipe import CheckpointSettings, DataSettings, EvalSettings, Recipe
-from ...comm.recipe.evaluation import WAIT_S
 from ...comm.recipe.generation import LEAST_TEMPERATURE
 from ...relay.journal.evaluation_metrics import pass_sizes
 from ...relay.queue.evaluation_prompts import evaluation_data, evaluation_names
@@ -20,10 +19,6 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
     if settings.samples > 1 and settings.temperature == 0:
         raise SettingError(
             f"eval.samples={settings.samples}: greedy responses to a prompt are all the same; set eval.temperature above 0"
-        )
-    if recipe.comm.deadline_s < 2 * WAIT_S:
-        raise SettingError(
-            f"comm.deadline_s must be at least {2 * WAIT_S:g} with eval.path, since the trainer may wait for an evaluation"
         )
     try:
         data = evaluation_data(recipe.data, settings).values()

@@ -65,7 +65,7 @@ def _longest(prompts: list[Any], folder: Path, settings: DataSettings, environme
         tokenizer = Tokenizer.from_file(str(file))
         return max(len(found.ids) for found in tokenizer.encode_batch(candidates))
     from ...rollout.engine.chat_template import prompt_tokens
-    from ...rollout.environments.tools import tool_schemas
+    from ...rollout.environments.schemas import tool_schemas
     from ...trainer.policy.model import load_tokenizer
 
     form = load_tokenizer(folder), settings, tool_schemas(environment)

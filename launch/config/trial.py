@@ -24,12 +24,11 @@ from ...relay.dataset.opening import checked_prompts, open_rows
 from ...rollout.engine.sequence import Completion
 from ...rollout.environments.base import Episode, with_observation
 from ...rollout.environments.pool import EnvironmentCall, EnvironmentPool
-from ...rollout.environments.tools import tool_schemas
+from ...rollout.environments.schemas import tool_schemas
 from ...rollout.leases import LeasedRow
 from ...rollout.rewards.function import ground_truth_of, has_ground_truth
 from ...rollout.rewards.pool import RewardPool
 from ...rollout.row_writer import FinishedRow
-from ...rollout.user_code.channel import explain
 from ...rollout.user_code.host import STARTUP_S, C, UserCodePool
 from .checks import check_functions
 from .signature_checks import check_reward_arguments, check_tools
@@ -85,7 +84,7 @@ class Trial:
             for warning in check_reward_arguments(recipe.reward, [row.columns for row in rows], "data.path"):
                 _say(f"warning: {warning}")
         tokenizer = _tokenizer(recipe)
-        schemas = _schemas(recipe.environment)
+        schemas = tool_schemas(recipe.environment) or []
         pool = RewardPool(recipe.reward, recipe.run.steps).start() if recipe.reward.path else None
         try:
             for row in rows:
@@ -210,17 +209,6 @@ def _rows(recipe: Recipe, num: int) -> Iterator[_Row]:
         rows = open_rows(structs.replace(data, path=path))
         for index, _ in enumerate(checked_prompts(rows, path, data.prompt_column, num)):
             yield _Row(f"{path}:{index + 1}", msgspec.json.decode(rows[index]))
-
-
-def _schemas(settings: EnvironmentSettings) -> list[dict[str, Any]]:
-    """The schemas of the tools. Raises `SettingError`, also for an error of the user's file."""
-    try:
-        return tool_schemas(settings) or []
-    except SettingError:
-        raise
-    except Exception as error:
-        setting = "environment.tools" if settings.tools else "environment.path"
-        raise SettingError(f"{setting} cannot be loaded: {explain(error)}") from error
 
 
 def _tokenizer(recipe: Recipe) -> Any:

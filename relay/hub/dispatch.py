@@ -11,16 +11,15 @@ from ...comm.messages import (
     ColumnsAdded,
     EvaluationResult,
     EvaluationsDone,
+    NoRowsYet,
     RequestRows,
     RowBatch,
     RowId,
     StepTrained,
-    StillEvaluating,
     TrainBatch,
 )
 from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import Answer, GroupRef, TrainAnswer
-from ...comm.recipe.evaluation import WAIT_S
 from ..journal import events as ev
 from ..journal.records import RowStatus, TaskRecord
 from ..queue.admission import Admission, first_groups
@@ -55,8 +54,6 @@ class Dispatcher(Handler):
         self.fleet_stats = fleet_stats
         self._tasks = tasks
         self._pending_requests: dict[str, RequestRows] = {}
-        self._answered_at = context.wall_clock()
-        """When the trainer got its last answer."""
         self._consumers: dict[str, set[str]] = {}
         self._reported: Snapshot | None = None
         self.routes = {
@@ -68,13 +65,19 @@ class Dispatcher(Handler):
 
     @property
     def trainer_waits(self) -> bool:
-        """Whether the trainer has asked for groups and has no answer yet."""
-        return any(TRAIN in request.tasks for request in self._pending_requests.values())
+        """Whether the trainer has asked for groups of the step in progress and has no answer yet.
+
+        It asks for those of the next step while it trains, which may take any time.
+        """
+        requests = self._pending_requests.values()
+        return any(TRAIN in request.tasks and request.step == self.state.step for request in requests)
 
     def advance(self) -> None:
-        """Answer the requests for which rows are ready."""
+        """Answer the requests for which rows are ready, and those that are overdue."""
         for consumer, request in list(self._pending_requests.items()):
             answer = self._answer(consumer, request)
+            if answer is None and request.is_overdue:
+                answer = NoRowsYet(request.request_id)
             if answer is not None:
                 self.context.mailbox.send(consumer, answer)
                 del self._pending_requests[consumer]
@@ -116,9 +119,8 @@ class Dispatcher(Handler):
         handed = [state.groups[group_id] for group_id in state.in_training[request.received : end]]
         given = first_groups(handed, max_tokens)
         if not given:
-            return self._still_evaluating(request)
+            return None
         groups = [group_ref_of(group, group.samples(RowStatus.READY)) for group in given]
-        self._answered_at = self.context.wall_clock()
         self._reported = self.fleet_stats.snapshot(state)
         metrics = {**self._reported.metrics, "queue/window": float(self.admission.lead(state))}
         return TrainBatch(
@@ -133,20 +135,12 @@ class Dispatcher(Handler):
             return EvaluationResult(request.request_id, metrics)
         if self.evaluations.is_done:
             return EvaluationsDone(request.request_id)
-        return self._still_evaluating(request)
+        return None
 
     def _next_evaluation(self, request: RequestRows) -> dict[str, float]:
         """Metrics that the trainer has not received; one evaluation a step, since a step has one line of metrics."""
         results = [] if request.received else self.state.evaluations.results
         return next((result for result in results if result["eval/version"] > request.evaluated), {})
-
-    def _still_evaluating(self, request: RequestRows) -> StillEvaluating | None:
-        """A periodic answer while rollouts work on an evaluation. It restarts the trainer's deadline."""
-        now = self.context.wall_clock()
-        if not self.state.evaluations.num_leased or now - self._answered_at < WAIT_S:
-            return None
-        self._answered_at = now
-        return StillEvaluating(request.request_id)
 
     def _rows(self, task: str, consumer: str, request: RequestRows) -> RowBatch | None:
         """A batch that this consumer was given and has not received, or a new one."""

@@ -87,8 +87,8 @@ class Health(Handler):
             self._told_groups = 10 ** (len(str(groups)) - 1)
             say(f"none of the last {groups:,} groups can be trained, since step {self.state.step}: {self._losses()}")
 
-    def watch(self, has_rollouts: bool) -> None:
-        """Count the time since the last step and since anything moved; `has_rollouts`: some rollout is there to work."""
+    def watch(self) -> None:
+        """Count the time since the last step and since anything moved."""
         state = self.state
         now = self.seconds()
         passed_s = min(max(0.0, now - self._watched_at), _TICK_S)
@@ -103,7 +103,7 @@ class Health(Handler):
             self._unmoved_s = 0.0
         else:
             self._unmoved_s += passed_s
-            self._still_s += passed_s * self._may_end(has_rollouts)
+            self._still_s += passed_s * self._may_end
         if not state.evaluations.num_leased or self._unmoved_s >= FIRST_ALARM_S:
             self._stepless_s += passed_s  # the time of an evaluation that moves does not count
         if self._still_s >= self.patience_s:
@@ -130,10 +130,11 @@ class Health(Handler):
             self._lost_alarm = 2 * lost
             say(f"alarm: {lost} rows were lost since step {self.state.step} began: {self.state.losses.loss}")
 
-    def _may_end(self, has_rollouts: bool) -> bool:
+    @property
+    def _may_end(self) -> bool:
         """Whether the rollouts have to make progress. A trainer at work may take any time, and a drained run waits for rollouts."""
         is_drained = self.state.drained and not self.state.held
-        return self.dispatcher.trainer_waits and has_rollouts and not is_drained and not self.context.awaits_queue
+        return self.dispatcher.trainer_waits and not is_drained and not self.context.awaits_queue
 
     def _progress(self) -> tuple[object, ...]:
         """A value that changes whenever any part of the run makes progress, even by a single token."""

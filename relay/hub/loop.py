@@ -186,7 +186,7 @@ class HubLoop:
             self._on_death(death)
         self._print_generators()
         self._check_models()
-        self.hub.health.watch(has_rollouts=any(member.role == "rollout" for member in self.detector.living.values()))
+        self.hub.health.watch()
 
     def _print_generators(self) -> None:
         """Print each new description of a rollout's generator: of all logs, only the hub's and rank 0's reach the console."""

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from ...comm import threads
 from ...comm.messages.queue import Answer, ColumnsAdded, RequestRows, RowBatch, RowRef, RowsNotFound
 from ...comm.messages.run import Stop
@@ -15,12 +17,20 @@ if TYPE_CHECKING:
 REPEAT_S = 2.0
 """A request is repeated after this long; the hub answers a repeated request with the same rows."""
 POLL_S = 0.1
+_SIGN_S = 30.0
+"""After this long without rows a consumer asks the hub for a sign of life, and earlier where its deadline is short."""
+_SIGNS = 4
+"""Signs of life within a deadline: one that is late does not end the wait."""
 
 
 class RowRequester:
     """Rank 0 requests, acknowledges and reports, so the hub hears all of it in this order."""
 
-    def __init__(self, mailbox: "Mailbox", tasks: Sequence[str], max_tokens: int) -> None:
+    def __init__(
+        self, mailbox: "Mailbox", tasks: Sequence[str], max_tokens: int, deadline_s: float = float("inf")
+    ) -> None:
+        """deadline_s: seconds without a sign of life of the hub that end the consumer's wait."""
+        self.sign_s = min(_SIGN_S, deadline_s / _SIGNS)
         self._mailbox = mailbox
         self._tasks = list(tasks)
         self._max_tokens = max_tokens
@@ -39,15 +49,20 @@ class RowRequester:
         self._is_closing.set()
 
     def request(self, step: int, received: int, evaluated: int = -1) -> Answer | Stop:
-        """The hub's answer, or its `Stop`: `step` is in training, with `received` groups so far; `evaluated` as in `RequestRows`."""
+        """The hub's answer, or its `Stop`: `step` is in training, with `received` groups so far; `evaluated` as in `RequestRows`.
+
+        Without rows a hub that is at work answers `NoRowsYet` after `sign_s`.
+        """
         request_id = next(self._request_ids)
         open_batches = tuple(sorted(self._open_batches))
         request = RequestRows(request_id, self._tasks, step, received, open_batches, self._max_tokens, evaluated)
+        began = threads.seconds()
         sent_at = -float("inf")  # the caller of `ExperienceStream.next` holds the deadline
         while not self.is_closing:
-            if threads.seconds() - sent_at >= REPEAT_S:
-                sent_at = threads.seconds()
-                self._mailbox.send("hub", request)
+            now = threads.seconds()
+            if now - sent_at >= min(REPEAT_S, self.sign_s):
+                sent_at = now
+                self._mailbox.send("hub", replace(request, is_overdue=now - began >= self.sign_s))
             envelope = self._mailbox.receive(POLL_S)
             message = envelope.message if envelope else None
             if isinstance(message, Stop):

@@ -22,9 +22,9 @@ from ...comm.messages.queue import (
     EvaluationResult,
     EvaluationsDone,
     GroupRef,
+    NoRowsYet,
     RowBatch,
     RowRef,
-    StillEvaluating,
     TrainBatch,
 )
 from ...comm.messages.run import Stop
@@ -122,8 +122,10 @@ class RowFetcher:
         self._steps = steps
         self._evaluated = evaluated
         self._needs_gradient = needs_gradient
+        self.num_signs = 0
+        """Answers of the hub without rows so far, the same on all ranks."""
         self._free_places = threads.new_semaphore(PLACES)
-        self._ahead: queue.Queue[Batch | AfterLastStep | StillEvaluating | Exception] = threads.new_queue()
+        self._ahead: queue.Queue[Batch | AfterLastStep | Exception] = threads.new_queue()
         self._thread = threads.new_thread(self._run, "experience stream")
 
     def start(self) -> None:
@@ -134,8 +136,8 @@ class RowFetcher:
         self._requester.close()
         join_thread(self._thread, _CLOSE_S)
 
-    def next(self, timeout_s: float) -> Batch | AfterLastStep | StillEvaluating | None:
-        """The next batch, or news of an evaluation, or None after `timeout_s`.
+    def next(self, timeout_s: float) -> Batch | AfterLastStep | None:
+        """The next batch, or the metrics of an evaluation, or None after `timeout_s`.
 
         Raises the thread's error, or `RunStopped`, on this and every later call.
         """
@@ -175,21 +177,34 @@ class RowFetcher:
                     self._note_evaluation(taken.metrics)
                 case EvaluationsDone():
                     return
-                case RowBatch() | StillEvaluating():
+                case NoRowsYet():
+                    self.num_signs += 1
+                case RowBatch():
                     pass
 
     def _note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self._evaluated = int(metrics.get("eval/version", self._evaluated))
 
     def _request(self, step: int, received: int) -> Answer | Stop:
-        """The hub's next answer, once there is a free place for its rows."""
+        """The hub's next answer, once there is a free place for its rows.
+
+        Without either it returns `NoRowsYet` from time to time: the other ranks wait for this rank, with a deadline of their own.
+        """
+        waits_until = threads.seconds() + self._requester.sign_s
         while not self._free_places.acquire(timeout=POLL_S):
             if self._requester.is_closing:
                 break
-        return self._requester.request(step, received, self._evaluated)
+            if threads.seconds() >= waits_until:
+                return NoRowsYet(0)
+        answer = self._requester.request(step, received, self._evaluated)
+        if isinstance(answer, NoRowsYet):
+            self._free_places.release()
+        return answer
 
     def _put(self, message: Answer) -> Answer:
         """Keep an answer for `next`, its rows fetched; returns it without the groups that are lost."""
+        if isinstance(message, NoRowsYet):
+            return message
         if not isinstance(message, RowBatch | TrainBatch):
             self._ahead.put(message)
             return message
@@ -266,7 +281,7 @@ class ExperienceStream:
         self._what = f"rows for {' or '.join(tasks)}"
         self._team: CallerTeam = caller_team or SingleRank()
         self._deadline_s = deadline_s
-        self._requester = RowRequester(mailbox, tasks, max_tokens * team.size)
+        self._requester = RowRequester(mailbox, tasks, max_tokens * team.size, deadline_s)
         self._fetcher = RowFetcher(
             self._requester, storage, columns, team,
             max_tokens=max_tokens, steps=steps, evaluated=evaluated, needs_gradient=needs_gradient,
@@ -293,14 +308,17 @@ class ExperienceStream:
     def next(self) -> Batch | AfterLastStep:
         """The next batch; after the last step an evaluation's metrics, and that there are no more.
 
-        Raises `RunStopped` when the hub ended the run, and the thread's error if it failed.
+        Waits as long as the hub is at work, which itself ends a run without progress: each of its answers restarts the deadline.
+        Raises `RunStopped` when the hub ended the run, `WaitTimeout` after a silence of `deadline_s`, and the thread's error if it
+        failed.
         """
         while True:
+            num_signs = self._fetcher.num_signs
             with waiting("hub", self._what, self._deadline_s) as wait:
-                while (found := self._fetcher.next(POLL_S)) is None:
+                while num_signs == self._fetcher.num_signs:
+                    if (found := self._fetcher.next(POLL_S)) is not None:
+                        return found
                     wait.check()
-            if not isinstance(found, StillEvaluating):  # an answer within the deadline restarts it
-                return found
 
     def put(self, batch: Batch, columns: Mapping[str, Sequence[np.ndarray]]) -> None:
         """Add columns to the rows of a batch, a list of one array for each row, and acknowledge the batch.

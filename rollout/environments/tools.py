@@ -14,9 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ...comm.errors import HeadraceError, SettingError
-from ...comm.plugins import load_object
-from ...comm.recipe import EnvironmentSettings
+from ...comm.errors import HeadraceError
 from .base import Messages, StepResult
 from .user_calls import call
 
@@ -65,24 +63,6 @@ def _hermes_call(text: str) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(str(name), {}, "the arguments of a tool call must be an object")
     return ToolCall(str(name), arguments)
-
-
-def tool_schemas(settings: EnvironmentSettings) -> list[dict[str, Any]] | None:
-    """JSON schemas of the tools, for the chat template; None without tools.
-
-    Raises `SettingError` for a function without type hints or docstring.
-    """
-    tools = [load_object("environment.tools", path) for path in settings.tools]
-    if settings.path and isinstance(made := load_object("environment.path", settings.path), type):
-        tools += [] if hasattr(made, "step") else tools_of(object.__new__(made))
-    if not tools:
-        return None
-    from transformers.utils import chat_template_utils as form
-
-    try:
-        return [form.get_json_schema(tool) for tool in tools]
-    except (form.TypeHintParsingException, form.DocstringParsingException) as error:
-        raise SettingError(f"environment.tools: {error}") from error
 
 
 class ToolEnvironment:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from ...trainer.policy.model import default_device, load_policy, load_tokenizer
 from ..engine.chat_template import prompt_tokens
 from ..engine.engine import Engine
+from ..environments.schemas import tool_schemas
 from ..environments.tokens import observation_tokens
-from ..environments.tools import tool_schemas
 from ..tensor_parallel.lockstep import LeadEngine, run_follower
 from ..tensor_parallel.replica import TensorParallelGroup
 from ..weights import RolloutWeights

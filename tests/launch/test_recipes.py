@@ -19,7 +19,7 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.config.signature_checks import check_reward_arguments, check_tools
 from headrace.launch.recipes import python_tool
 from headrace.launch.run import main
-from headrace.rollout.environments.tools import tool_schemas
+from headrace.rollout.environments.schemas import tool_schemas
 from headrace.rollout.rewards.function import has_ground_truth
 from headrace.rollout.rewards.sandbox import SandboxError, SandboxResult
 

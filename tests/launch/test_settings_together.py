@@ -3,7 +3,6 @@
 import ast
 import inspect
 import os
-import re
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +12,6 @@ from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RunSettings
 from headrace.launch.config import algorithm_checks, checks
 from headrace.launch.config.checks import check_run_folder, check_settings
-from headrace.launch.config.evaluation_checks import check_evaluation
 from headrace.launch.config.load import read_recipe
 
 EMULATED = "rollout.engine=emulated trainer.engine=emulated"
@@ -91,14 +89,6 @@ def test_every_refusal_of_settings_has_a_row(module: ModuleType):
                 reached.add(trace.tb_lineno)
             trace = trace.tb_next
     assert not [text for text, lines in raises(module).items() if not reached & {*lines}]
-
-
-def test_an_evaluation_needs_a_deadline_that_outlasts_its_silence(tmp_path: Path):
-    (tmp_path / "test.jsonl").write_text('{"prompt": "x"}\n')
-    words = [f"eval.path={tmp_path}/test.jsonl", "comm.deadline_s=59"]
-    with pytest.raises(SettingError, match=re.escape("comm.deadline_s must be at least 60 with eval.path")):
-        check_evaluation(read_recipe(None, words))
-    check_evaluation(read_recipe(None, [words[0], "comm.deadline_s=60"]))
 
 
 def test_a_run_folder_without_permission_to_write_is_refused(tmp_path: Path, monkeypatch):

@@ -225,6 +225,20 @@ def test_a_killed_process_ends_where_it_waits_and_a_frozen_one_waits_longer():
     assert said == ["mortal was killed at 1", "cold 5"]
 
 
+SLOW = {"run.steps": 3, "comm.deadline_s": 3, "lab.median_tokens": 700, "sampling.max_new_tokens": 800}
+"""A group takes about 9 s."""
+
+
+@pytest.mark.parametrize("schedule", ["headrace", "sync"])
+def test_a_trainer_waits_for_groups_that_take_longer_than_its_deadline(schedule: str):
+    assert not run(History(SLOW | {"run.schedule": schedule}, [])).applied["actor-0: WaitTimeout"]
+
+
+def test_a_trainer_whose_hub_is_frozen_waits_until_its_deadline():
+    frozen_hub = PlannedFault(at=3, kind="freeze", role="hub", seconds=8)
+    assert run(History(SLOW, [frozen_hub])).applied["actor-0: WaitTimeout"]
+
+
 def test_the_error_of_a_thread_ends_the_world():
     world = World()
 

@@ -17,7 +17,7 @@ from headrace.launch.config.signature_checks import check_tools
 from headrace.launch.python.inputs import PythonInputs
 from headrace.launch.python.keywords import nested
 from headrace.launch.python.source import literal
-from headrace.rollout.environments.tools import tool_schemas
+from headrace.rollout.environments.schemas import tool_schemas
 
 _numbers = itertools.count()
 

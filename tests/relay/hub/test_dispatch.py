@@ -12,6 +12,7 @@ from headrace.comm.messages import (
     ColumnsAdded,
     DropRows,
     LeaseGrant,
+    NoRowsYet,
     RequestRows,
     RestartPoint,
     RowBatch,
@@ -95,6 +96,26 @@ def test_training_waits_for_the_columns_that_its_loss_needs(scene: MakeScene):
     handed = [message for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
     assert sum(len(batch.groups) for batch in handed) >= 1
     assert replay(s.path) == s.hub.state
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_overdue_request_is_answered_without_rows_and_any_other_waits_for_some(scene: MakeScene, step: int):
+    """The trainer asks for groups of step 1 while it trains those of step 0."""
+    s = scene()
+    s.say("actor-0", RequestRows(1, ["train"], step))
+    assert not s.heard("actor-0")
+    s.say("actor-0", RequestRows(1, ["train"], step, is_overdue=True))
+    assert s.heard("actor-0") == [NoRowsYet(1)]
+    s.say("actor-0", RequestRows(2, ["train"], step))
+    assert not s.heard("actor-0")
+
+
+def test_an_overdue_request_gets_the_rows_that_are_ready(scene: MakeScene):
+    s = scene()
+    ready(s)
+    s.say("actor-0", RequestRows(1, ["train"], 0, is_overdue=True))
+    (answer,) = s.heard("actor-0")
+    assert isinstance(answer, TrainBatch)
 
 
 def test_two_consumers_share_the_rows_and_no_row_goes_to_both(scene: MakeScene):

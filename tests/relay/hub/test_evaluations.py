@@ -19,13 +19,11 @@ from headrace.comm.messages import (
     RequestRows,
     SampleScored,
     StepTrained,
-    StillEvaluating,
     TrainBatch,
     VersionReady,
 )
 from headrace.comm.messages.migration import ClaimRows
 from headrace.comm.recipe import EvalSettings
-from headrace.comm.recipe.evaluation import WAIT_S
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import read_events, replay
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
@@ -218,16 +216,6 @@ def test_a_sample_that_moved_is_scored_by_its_new_holder_alone(scene: MakeScene)
     s.score(grant, "rollout-0")
     assert not s.hub.state.evaluations.scores
     assert list(s.hub.state.held) == ["rollout-1"]
-
-
-def test_the_trainer_hears_that_an_evaluation_takes_its_time(scene: MakeScene):
-    s = scene()
-    s.ask("rollout-0")
-    s.say("actor-0", RequestRows(1, ["train"], step=0))
-    assert not s.heard("actor-0")
-    s.wall += 2 * WAIT_S
-    s.hub.advance()
-    assert s.heard("actor-0") == [StillEvaluating(1)]
 
 
 def test_after_the_last_step_the_trainer_waits_for_the_last_evaluation(scene: MakeScene):

@@ -38,10 +38,10 @@ class Run(Scene):
                     rewarded = None if failure else reward(sample)
                     self.say("rollout-0", RowDone(row, lease.attempt, 0, units, 5, rewarded, failure=failure))
 
-    def wait(self, seconds: float, *, has_rollouts: bool = True) -> None:
+    def wait(self, seconds: float) -> None:
         for _ in range(int(seconds)):
             self.now += 1.0
-            self.hub.health.watch(has_rollouts)
+            self.hub.health.watch()
 
     @property
     def failure(self) -> str:
@@ -243,7 +243,12 @@ def work_in_the_trainer(run: Run) -> None:
     run.lease()
 
 
-@pytest.mark.parametrize("state", [drain, restore, work_in_the_trainer])
+def train_ahead(run: Run) -> None:
+    """It trains the last groups of this step, and asks for those of the next one."""
+    run.say("actor-0", RequestRows(1, ["train"], run.hub.state.step + 1))
+
+
+@pytest.mark.parametrize("state", [drain, restore, work_in_the_trainer, train_ahead])
 def test_a_run_that_waits_for_something_else_than_its_rollouts_does_not_end(
     make: MakeRun, state: Callable[[Run], None]
 ):
@@ -253,11 +258,11 @@ def test_a_run_that_waits_for_something_else_than_its_rollouts_does_not_end(
     assert not run.failure
 
 
-def test_a_run_without_rollouts_waits_for_the_first(make: MakeRun):
+def test_a_run_whose_rollouts_never_ask_ends(make: MakeRun):
     run = make()
     run.ask()
-    run.wait(2 * PATIENCE_S, has_rollouts=False)
-    assert not run.failure
+    run.wait(PATIENCE_S + 1)
+    assert "the trainer waits for groups, and no rollout has any" in run.failure
 
 
 def test_time_in_which_the_hub_stood_still_itself_does_not_count(make: MakeRun, capsys: pytest.CaptureFixture[str]):

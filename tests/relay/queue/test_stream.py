@@ -11,25 +11,27 @@ import pytest
 from msgspec.structs import replace
 from support.in_memory import MemoryFleet, MemoryNetwork
 
+from headrace.comm.errors import WaitTimeout
 from headrace.comm.messages import (
     EvaluationResult,
     EvaluationsDone,
     GroupId,
     Message,
+    NoRowsYet,
     RequestRows,
     RowBatch,
     RowId,
     RowsNotFound,
-    StillEvaluating,
     Stop,
     TrainBatch,
 )
 from headrace.comm.messages.base import storage_id_of
 from headrace.comm.messages.queue import GroupRef
+from headrace.comm.waits import waiting
 from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.replicated_rows import ReplicatedRows
 from headrace.relay.queue.requester import RowRequester
-from headrace.relay.queue.stream import ExperienceStream
+from headrace.relay.queue.stream import PLACES, ExperienceStream
 
 PATIENCE_S = 30.0
 
@@ -105,6 +107,12 @@ class Scene:
             if isinstance(envelope.message, kind):
                 return envelope.message
         raise AssertionError(f"no {kind.__name__}")
+
+    def answer_overdue(self) -> None:
+        """Answer the next request that is overdue, without rows."""
+        while not (request := self.hear(RequestRows)).is_overdue:
+            pass
+        self.hub.send("actor-0", NoRowsYet(request.request_id))
 
     def batches(self) -> list[Batch]:
         found = [stream.next() for stream in self.streams]
@@ -186,18 +194,36 @@ def test_rank_0_reports_a_row_that_any_rank_missed_before_it_requests_again(scen
     assert senders[0].message.rows == [RowId(0, 0, absent)]
 
 
-def test_a_stream_waits_beyond_its_deadline_while_the_hub_tells_of_an_evaluation(scene: Any):
-    s = scene(1, deadline_s=1.0)
+def test_a_stream_waits_beyond_its_deadline_while_the_hub_answers(scene: Any):
+    s = scene(2, deadline_s=2.0)
     started = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(s.batches)
-        for _ in range(3):
-            request_id = s.hear(RequestRows).request_id
-            time.sleep(0.5)
-            s.hub.send("actor-0", StillEvaluating(request_id))
-        s.answer(s.group(0, [4]), total=1)
-        assert len(waiting.result(PATIENCE_S)) == 1
-    assert time.monotonic() - started > 1.0
+        batches = pool.submit(s.batches)
+        while time.monotonic() - started < 3.0:
+            s.answer_overdue()
+        s.answer(s.group(0, [4, 4]), total=1)
+        assert len(batches.result(PATIENCE_S)) == 2
+
+
+def test_a_stream_whose_hub_is_silent_ends_at_its_deadline_and_says_for_whom_it_waited(scene: Any):
+    s = scene(1, deadline_s=1.0)
+    s.answer_overdue()
+    with pytest.raises(WaitTimeout, match="waits for hub, rows for train"):
+        s.streams[0].next()
+
+
+def test_the_other_ranks_hear_from_a_rank_0_whose_places_are_taken(scene: Any):
+    s = scene(2, steps=range(3), deadline_s=2.0)
+    for step in range(PLACES):
+        request = s.hear(RequestRows)
+        groups = [s.group(step, [4, 4])]
+        s.hub.send(
+            "actor-0",
+            TrainBatch(request_id=request.request_id, step=step, first=0, total=1, groups=groups, metrics={}),
+        )
+    with waiting("the streams", "signs", PATIENCE_S) as wait:
+        wait.until(lambda: all(stream._fetcher.num_signs > 2 for stream in s.streams))
+    assert len(s.batches()) == 2, "the signs have taken no place"
 
 
 def test_an_evaluation_that_came_with_groups_that_are_lost_is_requested_again(scene: Any):

@@ -4,10 +4,8 @@ import asyncio
 
 import pytest
 
-from headrace.comm.errors import SettingError
 from headrace.comm.plugins import load_object
-from headrace.comm.recipe import EnvironmentSettings
-from headrace.rollout.environments.tools import ToolCall, ToolEnvironment, parse_calls, tool_schemas, tools_of
+from headrace.rollout.environments.tools import ToolCall, ToolEnvironment, parse_calls, tools_of
 from headrace.rollout.rewards.sandbox import SandboxError
 
 FILE = '''
@@ -120,15 +118,6 @@ def test_a_class_without_step_offers_its_methods_as_tools_and_its_reward(tmp_pat
     steps = run(ToolEnvironment(tools_of(stock), stock), [{"role": "user", "content": "?"}], turn + turn, turn, "end")
     assert [message["content"] for message in steps[0][0]] == ["6 left", "2 left"]
     assert [step[1] for step in steps] == [0.5, 0.25, 0.0] and steps[-1][2]
-    schemas = tool_schemas(EnvironmentSettings(path=f"{file}:Stock", tools=(f"{file}:add",)))
-    assert schemas is not None and [each["function"]["name"] for each in schemas] == ["add", "take"]
-    assert schemas[0]["function"]["parameters"]["required"] == ["left"]
-
-
-def test_a_tool_without_type_hints_is_a_mistake_in_the_settings(tmp_path):
-    (tmp_path / "tools.py").write_text(FILE)
-    with pytest.raises(SettingError, match="environment.tools: .*bare"):
-        tool_schemas(EnvironmentSettings(tools=(f"{tmp_path / 'tools.py'}:bare",)))
 
 
 def test_a_fault_of_the_host_is_no_answer_to_the_policy():
