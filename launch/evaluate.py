@@ -32,12 +32,12 @@ from ..comm.recipe import CheckpointSettings, Recipe
 from ..relay.journal.evaluations import response_line
 from ..relay.journal.events import Evaluated
 from ..relay.queue.evaluation_prompts import EvaluationPrompts, open_evaluation
-from .config.checks import check_family, check_files
-from .config.data_checks import check_lengths
-from .config.evaluation_checks import check_evaluation
+from .config.checks.data import check_lengths
+from .config.checks.evaluation import check_evaluation
+from .config.checks.recipe import check_family, check_files
+from .config.checks.signatures import check_reward_arguments, check_tools
 from .config.load import read_recipe
 from .config.model_files import ModelFiles
-from .config.signature_checks import check_reward_arguments, check_tools
 from .config.trained_model import WHOLE, TrainedModel
 from .processes.child import print_message
 from .processes.full_gpu import describe_full_gpu, is_full_gpu

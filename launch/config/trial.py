@@ -29,8 +29,8 @@ from ...rollout.rewards.pool import RewardPool
 from ...rollout.user_code.channel import explain
 from ...rollout.user_code.host import STARTUP_S, C
 from ...rollout.user_code.pool import UserCodePool
-from .checks import check_functions
-from .signature_checks import check_reward_arguments, check_tools
+from .checks.recipe import check_functions
+from .checks.signatures import check_reward_arguments, check_tools
 
 OPTION = "--try"
 RESPONSE = "--response"

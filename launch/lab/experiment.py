@@ -8,7 +8,7 @@ import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from ..config.checks import check_recipe
+from ..config.checks.recipe import check_recipe
 from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml, save_recipe
 from ..processes.child import print_message
 from ..report.timeline import Timeline

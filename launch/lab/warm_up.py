@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...comm.errors import SettingError
 from ...comm.waits import waiting
-from ..config.checks import check_recipe
+from ..config.checks.recipe import check_recipe
 from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
 from ..processes.child import Child, print_message
 from ..report.summary import read_summary

@@ -185,7 +185,7 @@ def _free_folder() -> Path:
 
 def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on_step: OnStep | None) -> Run:
     """Write the recipe and its files, run it, and return the run; a refused start leaves no new folder."""
-    from ..config.checks import check_run_folder
+    from ..config.checks.recipe import check_run_folder
 
     if "LOCAL_WORLD_SIZE" in os.environ:
         raise SettingError("headrace.train starts torchrun itself; start the script with python")

@@ -12,8 +12,8 @@ import pytest
 from support.notebook import Notebook
 
 from headrace.comm.errors import SettingError
+from headrace.launch.config.checks.signatures import check_tools
 from headrace.launch.config.load import recipe_of
-from headrace.launch.config.signature_checks import check_tools
 from headrace.launch.python.inputs import PythonInputs
 from headrace.launch.python.keywords import nested
 from headrace.launch.python.source import literal
