@@ -38,7 +38,7 @@ from .config.checks.recipe import check_family, check_files
 from .config.checks.signatures import check_reward_arguments, check_tools
 from .config.load import read_recipe
 from .config.model_files import ModelFiles
-from .config.trained_model import WHOLE, TrainedModel
+from .config.run_checkpoints import WHOLE, TrainedModel
 from .processes.child import print_message
 from .processes.full_gpu import describe_full_gpu, is_full_gpu
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from ..comm.disk import say
 from ..comm.errors import HeadraceError, SettingError
-from .config.trained_model import ADAPTER, TrainedModel
+from .config.run_checkpoints import ADAPTER, TrainedModel
 from .processes.child import print_message
 from .report.model_card import write_card
 

@@ -16,8 +16,8 @@ from ..comm.recipe import Recipe, RunSettings
 from ..relay.checkpoints import CheckpointFolder
 from ..relay.journal.evaluations import EVALUATIONS_FILE
 from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after, steps_in
-from .config.load import CONFIG_FILE, read_recipe
-from .report.summary import read_summary
+from .config.load import read_recipe
+from .config.run_folder import CONFIG_FILE, read_summary
 
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"

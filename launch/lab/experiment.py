@@ -9,7 +9,8 @@ import msgspec
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ..config.checks.recipe import check_recipe
-from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml, save_recipe
+from ..config.load import read_recipe, recipe_yaml, save_recipe
+from ..config.run_folder import CONFIG_FILE
 from ..processes.child import print_message
 from ..report.timeline import Timeline
 from .figures import Figures, figures_of, window_of

@@ -17,10 +17,9 @@ import yaml
 
 from ...comm.errors import HeadraceError, SettingError
 from ...comm.recipe import Recipe, RunSettings
-from ..config.load import CONFIG_FILE, known_settings, read_recipe, recipe_of, refuse_unknown
+from ..config.load import known_settings, read_recipe, recipe_of, refuse_unknown
 from ..config.model_files import exported_model
-from ..config.run_folder import make_run_folder, remove_empty
-from ..report.summary import read_summary
+from ..config.run_folder import CONFIG_FILE, make_run_folder, read_summary, remove_empty
 from ..resume import JOURNAL, METRICS, finished_after
 from .inputs import INPUTS, PythonInputs
 from .keywords import dotted_settings, nested

@@ -18,10 +18,11 @@ import yaml
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ..config.load import LAB, parse_recipe
-from ..config.trained_model import ADAPTER, TrainedModel
+from ..config.run_checkpoints import ADAPTER, TrainedModel
+from ..config.run_folder import read_summary
 from ..config.values import show_value
 from ..processes.child import print_message
-from .summary import evaluation_rows, read_summary, reward_text
+from .summary import evaluation_rows, reward_text
 
 CARD = "README.md"
 MARK = "<!-- Written by Headrace. Remove this line, and the file is not written again. -->"
@@ -65,7 +66,7 @@ def card(model: TrainedModel, name: str = "") -> str:
     recipe = None if file is None else parse_recipe(file.read_text(encoding="utf-8"))
     base = "" if recipe is None else _base_model(recipe)
     head = _head(model, recipe, base)
-    title = name or (model.run_dir.name if model.run_dir is not None else Path(model.path).absolute().name)
+    title = name or (model.run_dir.absolute().name if model.run_dir is not None else Path(model.path).absolute().name)
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---", MARK, f"# {title}"]
     kind = "adapter (LoRA)" if model.is_adapter else "model"
     if recipe is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.run_folder import SUMMARY_FILE
+from ..config.run_folder import SUMMARY_FILE, read_summary
 from ..processes.child import print_message
 from .leavings import tidy
 from .peak_memory import memory_row, merge_peaks
@@ -13,14 +13,6 @@ from .peak_memory import memory_row, merge_peaks
 MOST_FILES = 2
 """Most files of held-out prompts in the table, which fits on a screen with the last steps."""
 _PARTS = ("trained", "evicted", "filtered", "failed", "in_flight")
-
-
-def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary that the hub wrote when the run ended, None without one."""
-    try:
-        return json.loads((run_dir / SUMMARY_FILE).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def print_summary(run_dir: Path, *, with_trace: bool = False) -> dict[str, Any] | None:

@@ -32,9 +32,8 @@ from ....rollout.rewards.ready import NEEDS, READY
 from ....trainer.memory import PAGE_TOKENS, PolicySizes
 from ....trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ...placement import check_replicas
-from ..load import CONFIG_FILE
 from ..model_files import ModelFiles, model_digests, read_config
-from ..run_folder import under_way
+from ..run_folder import CONFIG_FILE, under_way
 from .adapter import check_lora
 from .algorithm import check_algorithm, check_optimizer, check_rate
 from .data import CheckedData, check_data, check_lengths
