@@ -82,7 +82,7 @@ def test_a_word_without_the_folders_above_it_is_of_the_present_folder(run: Path,
     assert TrainedModel.find(".") == ("checkpoints/step_10/hf", Path(), 10)
     monkeypatch.chdir(run / "checkpoints/step_2")
     assert TrainedModel.find("hf") == ("hf", run, 2)
-    assert TrainedModel.find("../best") == (str(run / "checkpoints/step_2/hf"), run, 2)
+    assert TrainedModel.find("../latest") == (str(run / "checkpoints/step_10/hf"), run, 10)
 
 
 def test_an_adapter_is_one_without_the_weights_of_its_base(run: Path):
