@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from ...comm.clock import duration
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ..config.load import LAB, parse_recipe
@@ -136,7 +137,7 @@ def _results(model: TrainedModel) -> list[str]:
     is_last = summary.get("steps") == model.step and "reward_first" in summary
     rows = {"reward": reward_text(summary) if is_last else f"{rewards[-1]:.3f}  (mean of step {model.step})"}
     rows |= {f"held-out: {name}": text for name, text in evaluation_rows(evaluations)}
-    return ["## Results", _table(rows | {"time": f"{seconds / 60:.1f} min"})]
+    return ["## Results", _table(rows | {"time": duration(seconds)})]
 
 
 def _measured(path: Path, num_steps: int) -> tuple[list[float], list[dict[str, float]], float]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...comm.clock import duration
+from ...comm.disk import say
 from ..config.run_folder import SUMMARY_FILE, read_summary
 from ..processes.child import print_message
 from .leavings import tidy
@@ -33,10 +35,14 @@ def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
         print_message(f"error: {summary.get('error') or 'the run failed'}")
     if "accounting" not in summary:
         return
-    rows = summary_rows(summary, run_dir, memory_row(merge_peaks(run_dir)))
-    width = 2 + max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(name.ljust(width) + value, flush=True)
+    print_table(dict(summary_rows(summary, run_dir, memory_row(merge_peaks(run_dir)))))
+
+
+def print_table(rows: Mapping[str, str]) -> None:
+    """Print the name and text of each row."""
+    width = 2 + max(map(len, rows))
+    for name, text in rows.items():
+        say(name.ljust(width) + text)
 
 
 def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") -> list[tuple[str, str]]:
@@ -53,7 +59,7 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
         **dict(evaluation_rows(summary.get("evaluations", []))),
         "model": export,
         "use it": f'transformers.pipeline("text-generation", {json.dumps(export)})' if export else "",
-        "time": f"{_duration(summary.get('time_s', 0))}, {summary.get('tokens_per_s', 0):,.0f} tokens/s",
+        "time": f"{duration(summary.get('time_s', 0))}, {summary.get('tokens_per_s', 0):,.0f} tokens/s",
         "run": f"{summary.get('status')} after {summary.get('steps')} steps, in {run_dir}",
         "advice": str(summary.get("advice") or ""),
         "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),
@@ -63,15 +69,6 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
         "peak memory": memory,
     }
     return [(name, text) for name, text in rows.items() if text]
-
-
-def _duration(seconds: float) -> str:
-    """A time as people say it, such as `2 h 5 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def reward_text(summary: Mapping[str, Any]) -> str:

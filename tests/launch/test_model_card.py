@@ -64,7 +64,7 @@ def test_a_card_has_the_header_of_the_hub_and_says_how_the_model_was_trained(run
         'sampling.stop=["</answer>"]\n',
         "| reward | 0.100 -> 0.200  (first and last 3 steps) |",
         "| held-out: eval/test/avg@1 | first 0.010 (step 0) -> best 0.030 (step 2) |",
-        "| time | 4.0 min |",
+        "| time | 4 min |",
         "| transformers | ",
     ):
         assert line in text, line
@@ -80,7 +80,7 @@ def test_the_card_of_an_earlier_checkpoint_ends_with_its_own_step(run: Path):
     earlier.mkdir(parents=True)
     (earlier / "config.json").write_text("{}")
     text = card(TrainedModel.find(str(earlier)))
-    assert "| reward | 0.100  (mean of step 2) |" in text and "| time | 2.0 min |" in text
+    assert "| reward | 0.100  (mean of step 2) |" in text and "| time | 2 min |" in text
     assert "| held-out: eval/test/avg@1 | 0.010 (step 0) |" in text
 
 
