@@ -21,7 +21,7 @@ from msgspec import structs
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from .run_folder import CONFIG_FILE, read_summary
+from .run_folder import CONFIG_FILE, JOURNAL_FILE, read_summary
 
 WHOLE = "hf"
 ADAPTER = "adapter"
@@ -29,7 +29,6 @@ ADAPTER = "adapter"
 _CONFIG = "config.json"
 _ADAPTER_CONFIG = "adapter_config.json"
 _CHECKPOINTS = "checkpoints"
-_JOURNAL = "journal.jsonl"
 _STEP = re.compile(r"step_(\d+)")
 _TEMPLATE = ("chat_template", "chat_template_kwargs")
 """Settings of `data` with which a model reads its prompts, beside what is in its tokenizer."""
@@ -72,12 +71,12 @@ class TrainedModel(NamedTuple):
         return cls(path, _written_as(path, folder.parents[2]), int(step[1]))
 
     @classmethod
-    def find(cls, word: str) -> "TrainedModel":
-        """The model of a word. Raises `SettingError` for a folder without one."""
-        model = _find(word, "")
+    def find(cls, word: str, setting: str = "") -> "TrainedModel":
+        """The model of a word. Raises `SettingError`, which begins with `setting`, for a folder without one."""
+        model = _find(word, setting)
         if model.is_local and not any((Path(model.path) / name).exists() for name in (_CONFIG, _ADAPTER_CONFIG)):
             raise SettingError(
-                f"{word} has no model: it is neither the folder of a run ({CONFIG_FILE}), nor of a checkpoint"
+                f"{setting}{word} has no model: it is neither the folder of a run ({CONFIG_FILE}), nor of a checkpoint"
                 f" ({WHOLE}/{_CONFIG}), nor of a model in Hugging Face format ({_CONFIG})"
             )
         return model
@@ -140,7 +139,7 @@ def _find(word: str, setting: str) -> TrainedModel:
     if (folder / WHOLE / _CONFIG).exists():  # a copy of a checkpoint
         return TrainedModel(str(Path(word) / WHOLE))
     run = folder.parent if folder.name == _CHECKPOINTS else folder
-    if any((run / name).exists() for name in (_CHECKPOINTS, _JOURNAL, CONFIG_FILE)):
+    if any((run / name).exists() for name in (_CHECKPOINTS, JOURNAL_FILE, CONFIG_FILE)):
         return _checkpoint(word, run, None, setting)
     return TrainedModel.of(word)
 
@@ -201,7 +200,7 @@ def _with_template(recipe: Recipe, before: dict[str, Any]) -> Any:
 def _is_under_way(run: Path) -> bool:
     from ...relay.journal.journal import Journal
 
-    journal = run / _JOURNAL
+    journal = run / JOURNAL_FILE
     return journal.exists() and Journal.is_in_use(journal)
 
 

@@ -13,6 +13,8 @@ from ...comm.errors import SettingError
 LOCK_FILE = "lock"
 CONFIG_FILE = "config.yaml"
 """File of the run folder with the resolved recipe."""
+JOURNAL_FILE = "journal.jsonl"
+METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 """File of the run folder that the hub writes when the run has ended."""
 

@@ -20,7 +20,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ..config.load import LAB, parse_recipe
 from ..config.run_checkpoints import ADAPTER, TrainedModel
-from ..config.run_folder import read_summary
+from ..config.run_folder import METRICS_FILE, read_summary
 from ..config.values import show_value
 from ..processes.child import print_message
 from .summary import evaluation_rows, reward_text
@@ -130,7 +130,7 @@ def _facts(recipe: Recipe, source: str) -> dict[str, str]:
 def _results(model: TrainedModel) -> list[str]:
     """Reward and evaluations up to the model's step; nothing if the run has left no metrics."""
     assert model.run_dir is not None, "a recipe is that of a run"
-    rewards, evaluations, seconds = _measured(model.run_dir / "metrics.jsonl", model.step)
+    rewards, evaluations, seconds = _measured(model.run_dir / METRICS_FILE, model.step)
     if not rewards:
         return []
     summary = read_summary(model.run_dir) or {}

@@ -33,7 +33,7 @@ from ....trainer.memory import PAGE_TOKENS, PolicySizes
 from ....trainer.policy.families import FAMILIES, check_exact_supported, check_supported
 from ...placement import check_replicas
 from ..model_files import ModelFiles, model_digests, read_config
-from ..run_folder import CONFIG_FILE, under_way
+from ..run_folder import CONFIG_FILE, JOURNAL_FILE, under_way
 from .adapter import check_lora
 from .algorithm import check_algorithm, check_optimizer, check_rate
 from .data import CheckedData, check_data, check_lengths
@@ -218,7 +218,7 @@ def check_run_folder(settings: RunSettings) -> None:
         return
     if not folder.is_dir():
         raise SettingError(f"run.dir: {folder} is not a folder")
-    journal = folder / "journal.jsonl"
+    journal = folder / JOURNAL_FILE
     if not os.access(folder, os.W_OK | os.X_OK) or (journal.exists() and not os.access(journal, os.R_OK | os.W_OK)):
         raise SettingError(f"run.dir: no permission to write in {folder}")
     if not journal.exists():
