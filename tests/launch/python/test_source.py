@@ -149,7 +149,7 @@ def test_a_tool_of_a_notebook_has_its_schema_in_the_run(tmp_path: Path):
     settings = recipe_of(nested(inputs.settings({"environment.tools": [notebook.names["calc"]]}))).environment
     inputs.write()
     check_tools(settings)
-    (schema,) = tool_schemas(settings) or ()
+    (schema,) = tool_schemas(settings) or []
     assert schema["function"]["parameters"]["properties"]["operator"]["enum"] == ["+", "-"]
 
 
