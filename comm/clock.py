@@ -1,4 +1,5 @@
-"""The clock of a run: the machine's, or that of a simulation in virtual time (`launch/lab/virtual`).
+"""The clock of a run: the machine's, or that of a simulation in virtual time (`launch/lab/virtual`);
+and times as people say them.
 
 All processes of a host share its monotonic clock, so their readings fit on one time axis.
 """
@@ -24,3 +25,16 @@ class Clock:
 
 
 REAL_TIME = Clock()
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it, such as `2 h 5 min`, `4 min 10 s` or `9 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = {"h": hours, "min": minutes, "s": 0 if hours else rest}
+    return " ".join(f"{number} {unit}" for unit, number in parts.items() if number) or "0 s"
+
+
+def estimate(seconds: float) -> str:
+    """As `duration`, in whole minutes from two minutes on."""
+    return duration(seconds if seconds < 120 else 60 * round(seconds / 60))

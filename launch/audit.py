@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..comm.errors import SettingError
 from .command_line import CommandParser, exit_code
+from .config.run_folder import JOURNAL_FILE
 
 
 def main(words: Sequence[str]) -> int:
@@ -17,8 +18,8 @@ def main(words: Sequence[str]) -> int:
 
 def _audit(runs: Sequence[str]) -> int:
     for run in runs:
-        if not (Path(run) / "journal.jsonl").is_file():
-            raise SettingError(f"{run} is not the folder of a run: it has no journal.jsonl")
+        if not (Path(run) / JOURNAL_FILE).is_file():
+            raise SettingError(f"{run} is not the folder of a run: it has no {JOURNAL_FILE}")
     from ..relay.journal.journal import JournalError
     from .report.journal_audit import audit_lines
 

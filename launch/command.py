@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("run", "trains with a recipe: headrace run RECIPE.yaml|NAME [KEY=VALUE ...]"),
-    "quickstart": Command("quickstart", "trains a small policy on this machine: headrace quickstart [NAME]"),
+    "quickstart": Command("run:quickstart", "trains a small policy on this machine: headrace quickstart [NAME]"),
     "eval": Command("evaluate", "evaluates a checkpoint or a model on held-out prompts: headrace eval RUN|MODEL"),
     "status": Command("ctl:status", "prints how far a running job is: headrace status RUN"),
     "ctl": Command("ctl", "gives a running job an order: headrace ctl RUN drain ROLLOUT, or stop"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ..comm.errors import SettingError, StoreGone
+from ..comm.errors import HeadraceError, SettingError
 
 _UNKNOWN = "unrecognized arguments: "
 """The beginning of argparse's message about an option that does not exist."""
@@ -39,7 +39,8 @@ class CommandParser(argparse.ArgumentParser):
         word = message.removeprefix(_UNKNOWN).split(" ")[0].partition("=")[0]
         if message.startswith(_UNKNOWN):
             near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.75)
-            message = f"unknown option {word}" + (f", the nearest is {near[0]}" if near else "")
+            kind = "unknown option" if word.startswith("-") else "one word too many:"
+            message = f"{kind} {word}" + (f", the nearest is {near[0]}" if near else "")
         raise SettingError(f"{message}; --help lists the options")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
@@ -55,7 +56,8 @@ def nearest(word: str, names: list[str]) -> str:
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Carry out a command: its exit code, 2 for a user's mistake, 1 for a store that is gone, 130 after Ctrl-C, each with one line.
+    """Carry out a command: its exit code, 2 for a user's mistake, 1 for another error of the project, 130 after
+    Ctrl-C, each with one line.
 
     A reader that has closed the pipe, such as `head`, ends the command with 141, as it ends other programs.
     """
@@ -67,6 +69,9 @@ def exit_code(command: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
         return 141
+    except HeadraceError as error:
+        _tell(str(error))
+        return 2 if isinstance(error, SettingError) else 1
     except OSError as error:
         from ..comm.disk import REMEDY, describe_unwritable, is_unwritable
 
@@ -74,9 +79,6 @@ def exit_code(command: Callable[[], int | None]) -> int:
             raise
         _tell(f"{describe_unwritable(Path(error.filename or '.'))}; {REMEDY}, or set another run.dir")
         return 2
-    except (SettingError, StoreGone) as error:
-        _tell(str(error))
-        return 2 if isinstance(error, SettingError) else 1
     except KeyboardInterrupt:
         return 130
     return code

@@ -1,182 +1,42 @@
-"""Uploads a trained model to the Hugging Face Hub, with its model card.
+"""`headrace push`: uploads a trained model to the Hugging Face Hub, with its model card."""
 
-    headrace push CHECKPOINT NAME [--private] [--adapter] [--update]
-
-CHECKPOINT is a run folder (its newest checkpoint), a checkpoint, or a folder with a model or an adapter. NAME is that of the
-repository: USER/MODEL, or MODEL for the user of the token. The token is the one of `hf auth login`, or in HF_TOKEN.
-
-  --private   make the repository private
-  --adapter   upload the adapter (LoRA) alone, not the model with the adapter merged into it
-  --update    add a commit to a repository that exists; without it an existing one is refused
-
-Exit codes: 0, 2 for a mistake or a refusal of the Hub, 130 after Ctrl-C, and 1 if the Hub cannot be reached.
-"""
-
-import json
-import os
+import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from ..comm.disk import say
-from ..comm.errors import HeadraceError, SettingError
-from .config.trained_model import ADAPTER, TrainedModel
-from .processes.child import print_message
-from .report.model_card import write_card
+from .command_line import CommandParser, exit_code
 
-_FLAGS = ("--private", "--adapter", "--update")
+if TYPE_CHECKING:
+    from .report.upload import Hub
 
-
-class HubUnreachable(HeadraceError):
-    """The Hub does not answer, or has failed."""
+_ABOUT = """\
+Uploads a trained model to the Hugging Face Hub, with its model card. The token is the one of `hf auth login`, or in HF_TOKEN.
+"""
+_EXIT_CODES = (
+    "Exit codes: 0, 2 for a mistake or a refusal of the Hub, 130 after Ctrl-C, and 1 if the Hub cannot be reached."
+)
 
 
-class Hub(Protocol):
-    """The calls of `huggingface_hub.HfApi` that an upload makes."""
-
-    def create_repo(self, repo_id: str, *, private: bool | None = None, exist_ok: bool = False) -> Any:
-        """Make a repository; the result's `repo_id` has the user's name."""
-        ...
-
-    def repo_info(self, repo_id: str) -> Any:
-        """Facts about a repository, such as `private`."""
-        ...
-
-    def upload_folder(self, *, repo_id: str, folder_path: str | Path, commit_message: str | None = None) -> Any:
-        """Add a commit with all files of a folder."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PushRequest:
-    """A command line: the model and its repository."""
-
-    model: TrainedModel
-    name: str
-    is_private: bool
-    is_update: bool
-
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> "PushRequest":
-        """Sort the words and find the model; raises `SettingError` for a mistake."""
-        flags = {word for word in words if word.startswith("-")}
-        others = [word for word in words if not word.startswith("-")]
-        if unknown := sorted(flags - {*_FLAGS}):
-            raise SettingError(f"unknown option {unknown[0]}; the options are {', '.join(_FLAGS)}, --help")
-        if len(others) != 2:
-            raise SettingError("give a checkpoint and the name of its repository, such as runs/mine USER/MODEL")
-        word, name = others
-        _check_name(name)
-        model = TrainedModel.find(word)
-        if not model.is_local:
-            raise SettingError(f"{word} does not exist")
-        if "--adapter" in flags and not model.is_adapter:
-            adapter = Path(model.path).parent / ADAPTER
-            if not adapter.is_dir():
-                raise SettingError(f"--adapter: {model.path} was trained without an adapter; {adapter} does not exist")
-            model = model._replace(path=str(adapter))
-        return cls(model, name, "--private" in flags, "--update" in flags)
-
-
-def main(words: Sequence[str], hub: Hub | None = None) -> int:
+def main(words: Sequence[str], hub: "Hub | None" = None) -> int:
     """Upload what the words name, to the real Hub if no other is given; returns the exit code."""
-    if {"--help", "-h"} & {*words} or not words:
-        (sys.stdout if words else sys.stderr).write(__doc__ or "")
-        return 0 if words else 2
-    try:
-        request = PushRequest.parse(words)
-        say(f"{_push(request, hub or _real_hub())} has {request.model.path}")
-    except (SettingError, HubUnreachable) as error:
-        print_message(f"error: {error}")
-        return 2 if isinstance(error, SettingError) else 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-def _real_hub() -> Hub:
-    from huggingface_hub import HfApi, get_token
-
-    if not get_token():
-        raise SettingError("the Hub wants a token: `hf auth login` stores one, or set HF_TOKEN")
-    return HfApi()
-
-
-def _check_name(name: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise SettingError(f"{name!r} is not a name of the Hub: {_first_line(error)}") from error
-
-
-def _push(request: PushRequest, hub: Hub) -> str:
-    """Make the repository, write the card, upload the folder; returns the repository's address."""
-    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    model = request.model
-    try:
-        repository = hub.create_repo(request.name, private=request.is_private or None, exist_ok=request.is_update)
-        name = str(repository.repo_id)
-        if request.is_private and request.is_update and not hub.repo_info(name).private:
-            raise SettingError(f"--private: {name} exists and is public, so nothing is uploaded")
-        _write_card(model, name)
-        say(f"uploading {model.path} to {name}")
-        message = f"Trained with Headrace for {model.step} steps" if model.step else "Published with Headrace"
-        hub.upload_folder(repo_id=name, folder_path=model.path, commit_message=message)
-    except (HTTPError, OSError, HFValidationError) as error:
-        raise _explained(error, request.name) from error
-    if base := _local_base(model):
-        print_message(f"warning: adapter_config.json names the base model by a folder of this machine, {base}")
-    return str(repository)
-
-
-def _write_card(model: TrainedModel, name: str) -> None:
-    """The card gets the name in the Hub. A folder that cannot be written is uploaded with the card that it has."""
-    try:
-        write_card(model, name)
-    except OSError as error:
-        print_message(f"warning: the model card is not written: {error}")
-
-
-def _explained(error: Exception, name: str) -> HeadraceError:
-    """One line about an error of the Hub or of the way to it."""
-    if isinstance(error, SettingError):
-        return error
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    refusals = {
-        401: "the Hub does not accept the token; `hf auth login` stores another one",
-        403: f"the token may not write to {name}: it needs write access, and the name has to be yours or your organization's",
-        404: f"the Hub has no user or organization for {name}, or the token may not see it",
-        409: f"{name} exists already on the Hub; take another name, or --update to add a commit to it",
-    }
-    if status in refusals:
-        return SettingError(refusals[status])
-    if status is not None and status < 500:
-        return SettingError(f"the Hub refuses {name}: {_first_line(error)}")
-    where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    return HubUnreachable(
-        f"the Hub at {where} cannot be reached: {_first_line(error)}; --update continues an upload that had begun"
+    parser = CommandParser("push", _ABOUT)
+    parser.epilog = _EXIT_CODES
+    parser.add_argument(
+        "model", metavar="MODEL", help="a run folder (its newest checkpoint), a checkpoint, or a folder"
     )
+    parser.add_argument("name", metavar="NAME", help="USER/MODEL on the Hub, or MODEL for the user of the token")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
+    parser.add_argument("--adapter", action="store_true", help="upload the adapter (LoRA), not the merged model")
+    parser.add_argument("--update", action="store_true", help="add a commit to a repository that exists")
+    return exit_code(lambda: _push(parser.parse_intermixed_args(words), hub))
 
 
-def _local_base(model: TrainedModel) -> str:
-    """The folder that an adapter names as its base model, which others do not have."""
-    with suppress(OSError, ValueError, AttributeError):
-        config = json.loads((Path(model.path) / "adapter_config.json").read_text(encoding="utf-8"))
-        base = str(config.get("base_model_name_or_path") or "")
-        return base if Path(base).is_absolute() or Path(base).exists() else ""
-    return ""
+def _push(given: argparse.Namespace, hub: "Hub | None") -> None:
+    from .report.upload import PushRequest, push, real_hub
 
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    request = PushRequest.of(given.model, given.name, is_adapter=given.adapter)
+    push(request, hub or real_hub(), is_private=given.private, is_update=given.update)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,20 @@ from ..comm.recipe import Recipe, RunSettings
 from ..relay.checkpoints import CheckpointFolder
 from ..relay.journal.evaluations import EVALUATIONS_FILE
 from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after, steps_in
-from .config.load import CONFIG_FILE, read_recipe
-from .report.summary import read_summary
+from .config.load import read_recipe
+from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, METRICS_FILE, SUMMARY_FILE, read_summary
 
-JOURNAL = "journal.jsonl"
-METRICS = "metrics.jsonl"
 ROWS = "rows"
-_OF_ONE_RUN = (JOURNAL, METRICS, EVALUATIONS_FILE, ROWS, "checkpoints", "queue", "tensorboard", "start_adapter")
+_OF_ONE_RUN = (
+    JOURNAL_FILE,
+    METRICS_FILE,
+    EVALUATIONS_FILE,
+    ROWS,
+    "checkpoints",
+    "queue",
+    "tensorboard",
+    "start_adapter",
+)
 """The files that a run starting at step 1 does not take over from a previous run."""
 _START = ("model.path", "lora.rank", "lora.targets", "lora.alpha", "lora.path")
 """Settings of the weights that a run begins with."""
@@ -60,7 +67,7 @@ def prepare_folder(recipe: Recipe) -> list[str]:
         _cut_folder(run_dir, point)
         return point.lines
     is_restart = recipe.run.resume == "restart"
-    aside = _set_aside(run_dir, (*_OF_ONE_RUN, *((CONFIG_FILE, "summary.json") if is_restart else ())))
+    aside = _set_aside(run_dir, (*_OF_ONE_RUN, *((CONFIG_FILE, SUMMARY_FILE) if is_restart else ())))
     lines = ["run.resume=restart: the run starts at step 1"] if is_restart else point.lines
     if not aside:
         return lines
@@ -76,14 +83,14 @@ def choose_point(recipe: Recipe) -> ResumePoint:
     """
     run_dir = Path(recipe.run.dir)
     folder = CheckpointFolder(run_dir)
-    known = steps_in(run_dir / JOURNAL)
+    known = steps_in(run_dir / JOURNAL_FILE)
     found = {*folder.whole(), *folder.incomplete()}
     checkpoint, problems = _newest_checkpoint(folder, found, known)
     if not known.num_trained:
-        if not found and not _has_lines(run_dir / METRICS):
+        if not found and not _has_lines(run_dir / METRICS_FILE):
             return ResumePoint(0, None, [f"run.resume=auto: {run_dir} has no trained step; the run starts at step 1"])
         if not problems:
-            problems = [f"{METRICS} has steps that are not in {JOURNAL}"]
+            problems = [f"{METRICS_FILE} has steps that are not in {JOURNAL_FILE}"]
         raise SettingError(f"run.resume: {'; '.join(problems)}. {_WAYS_OUT}")
     if known.num_trained > recipe.run.steps:
         raise SettingError(
@@ -184,8 +191,8 @@ def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
 
     number = _free_number(run_dir)
     folder = CheckpointFolder(run_dir)
-    journal = run_dir / JOURNAL
-    metrics = run_dir / METRICS
+    journal = run_dir / JOURNAL_FILE
+    metrics = run_dir / METRICS_FILE
     if Journal.is_in_use(journal):
         raise SettingError(f"run.dir: {journal} is in use by another process; end that run, or set another run.dir")
     # Of the steps that are given up; the trainer cuts them off.

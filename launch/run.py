@@ -30,6 +30,11 @@ def main(words: Sequence[str], recipe: str | None = None) -> int:
     return exit_code(lambda: _host(words or ([] if recipe else ["--help"]), recipe))
 
 
+def quickstart(words: Sequence[str]) -> int:
+    """`headrace quickstart`: as `main`, with the recipe `quickstart` unless the words name another."""
+    return main(words, "quickstart")
+
+
 def _host(words: Sequence[str], recipe: str | None) -> int:
     arguments = Arguments.parse(words)
     from .start import list_recipes, start  # with modules that a page of help does not need

@@ -15,6 +15,7 @@ from .config.device_defaults import with_device_defaults
 from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
+from .config.run_folder import read_summary
 from .placement import place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun
 from .processes.child import print_message
@@ -23,7 +24,7 @@ from .processes.rank import prepare, run_rank, tell_finished
 from .recipes import parts
 from .recipes.names import find_recipe, recipes, summary_of
 from .report.model_card import write_cards
-from .report.summary import print_summary, read_summary
+from .report.summary import print_summary
 from .resume import finished_after
 
 _NO_RUN = "--try: it starts no run; leave out torchrun and the options of a run"

@@ -63,7 +63,7 @@ wait "$making"
 figures exact 30
 run=$logs/quickstart
 rm -rf "$run"
-part quickstart 70 "$python" -m headrace.launch.quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \
+part quickstart 70 "$python" -m headrace quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \
   model.dtype=$( ((dry)) && echo float32 || echo bfloat16)
 RUN=$run figures mismatch 15
 if ! ((dry)); then

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..comm.clock import Clock
+from ..comm.clock import Clock, estimate
 from ..comm.disk import AppendFile
 from .board import Board
 
@@ -90,13 +90,7 @@ class TimeLeft:
             return ""
         self._last.append(seconds)
         left = (self._num_steps - 1 - step) * sum(self._last) / len(self._last)
-        return f"  {duration(left)} left" if left >= self.LEAST_S else ""
-
-
-def duration(seconds: float) -> str:
-    """Minutes, or hours and minutes, of at least one minute."""
-    hours, minutes = divmod(max(1, round(seconds / 60)), 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
+        return f"  {estimate(left)} left" if left >= self.LEAST_S else ""
 
 
 def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str:

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ..comm.clock import estimate
 from ..comm.disk import say
 from ..comm.waits import join_thread
 from .step_log import ROWS
 
 TELL_S = 10.0
 """Seconds between two lines about the steps that are trained again; one step may take longer."""
-_MANY_S = 120.0
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def progress_line(done_s: Sequence[float], num_steps: int) -> str:
     if not num:
         return line
     left_s = done_s[-1] / num * (num_steps - num)
-    return f"{line}, about {left_s:.0f} s left" if left_s < _MANY_S else f"{line}, about {left_s / 60:.0f} min left"
+    return f"{line}, about {estimate(left_s)} left"
 
 
 def behind_line(version: int, checkpoint: int, num_trained: int) -> str:

@@ -15,9 +15,10 @@ from ...comm.recipe import Recipe
 from ...trainer.policy.checkpoint_files import CONFIG, find_checkpoint
 from ..placement import place_ranks
 from .gpus import Gpus
-from .load import CONFIG_FILE, read_recipe
+from .load import read_recipe
 from .memory_plan import MemoryPlan
 from .model_files import read_config
+from .run_folder import CONFIG_FILE
 
 _HOST_MICRO_TOKENS = 2048
 """`optimizer.micro_tokens` of a host without a GPU: more cost much memory there and gain little time (docs/develop/log.md)."""

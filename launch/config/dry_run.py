@@ -39,7 +39,7 @@ class DryRun:
 
     def of(self, recipe: Recipe) -> list[str]:
         """Print the plan, then check the recipe as its start does; returns warnings. Raises `SettingError`."""
-        from .checks import check_family, check_recipe, check_settings
+        from .checks.recipe import check_family, check_recipe, check_settings
 
         recipe = with_slots(with_device_defaults(recipe, self._present), self._present, self.hosts)
         text, refused = self.plan(recipe)

@@ -20,10 +20,9 @@ from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from .peer_names import name_hint
 from .run_checkpoints import from_checkpoint
-from .run_folder import make_run_folder
+from .run_folder import CONFIG_FILE, make_run_folder
 from .values import SettingsLoader, describe, members_of, show_value, typed_value
 
-CONFIG_FILE = "config.yaml"
 LAB = "lab"
 """The section whose values stay as they are written, for `launch/lab`."""
 _ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)

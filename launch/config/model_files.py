@@ -10,7 +10,6 @@ from typing import Any
 import xxhash
 
 from ...comm.errors import SettingError
-from ...relay.checkpoints import CheckpointFolder
 from ...trainer.policy.checkpoint_files import find_checkpoint, weight_files, weights_digest
 from ...trainer.policy.families import text_part
 
@@ -40,17 +39,6 @@ class ModelFiles:
         for file in weight_files(folder):
             _check_weights(file)
         return cls(folder, int(config.get("max_position_embeddings") or 0))
-
-
-def exported_model(folder: Path) -> Path:
-    """The newest model of a run's folder, or that of a checkpoint's; a folder that is neither as it is. Raises `SettingError`."""
-    if not (folder / "config.json").exists():
-        if (folder / "hf").is_dir():
-            return folder / "hf"
-        checkpoints = CheckpointFolder(folder)
-        if (step := checkpoints.latest()) is not None:
-            return checkpoints.path(step) / "hf"
-    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:

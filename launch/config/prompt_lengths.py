@@ -41,8 +41,8 @@ def longest_prompt(recipe: Recipe, unmade: Collection[str] = ()) -> PromptLength
     Only the longest prompts in bytes are tokenized, so that it stays quick. Later rows may have longer ones: a run never relies on
     this number.
     """
-    from .data_checks import check_data
-    from .evaluation_checks import check_evaluation
+    from .checks.data import check_data
+    from .checks.evaluation import check_evaluation
 
     if {"data.path", "model.path"} & set(unmade) or not any(recipe.data.paths):
         return None

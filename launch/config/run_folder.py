@@ -1,17 +1,30 @@
 """The folder of a run: made once, locked by the one that prepares a run in it, and watched while the run is under way."""
 
 import fcntl
+import json
 import os
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ...comm.errors import SettingError
 
 LOCK_FILE = "lock"
+CONFIG_FILE = "config.yaml"
+"""File of the run folder with the resolved recipe."""
+JOURNAL_FILE = "journal.jsonl"
+METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 """File of the run folder that the hub writes when the run has ended."""
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The summary that the hub wrote when the run ended, None without one."""
+    try:
+        return json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def make_run_folder(run_dir: str | Path) -> Path:

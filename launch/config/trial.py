@@ -30,8 +30,8 @@ from ...rollout.rewards.function import ground_truth_of, has_ground_truth
 from ...rollout.rewards.pool import RewardPool
 from ...rollout.row_writer import FinishedRow
 from ...rollout.user_code.host import STARTUP_S, C, UserCodePool
-from .checks import check_functions
-from .signature_checks import check_reward_arguments, check_tools
+from .checks.recipe import check_functions
+from .checks.signatures import check_reward_arguments, check_tools
 
 OPTION = "--try"
 RESPONSE = "--response"

@@ -8,8 +8,9 @@ import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
-from ..config.checks import check_recipe
-from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml, save_recipe
+from ..config.checks.recipe import check_recipe
+from ..config.load import read_recipe, recipe_yaml, save_recipe
+from ..config.run_folder import CONFIG_FILE, JOURNAL_FILE
 from ..processes.child import print_message
 from ..report.timeline import Timeline
 from .figures import Figures, figures_of, window_of
@@ -35,7 +36,7 @@ class Experiment:
             )
         if (figures := _kept(run_dir, recipe)) is not None:
             return figures
-        if (run_dir / "journal.jsonl").exists():
+        if (run_dir / JOURNAL_FILE).exists():
             raise SettingError(f"run.dir: the run in {run_dir} has not finished; remove that folder")
         check_recipe(recipe)
         print_message(f"{run_dir.name} runs")

@@ -11,6 +11,7 @@ import msgspec
 from ...comm.messages import RowId
 from ...relay.journal.events import Leased, RowReady
 from ...relay.journal.journal import read_events
+from ..config.run_folder import JOURNAL_FILE, METRICS_FILE
 from ..report.timeline import Span, Timeline
 
 WARM_UP_STEPS = 3
@@ -62,7 +63,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 def figures_of(run_dir: Path, timeline: Timeline, window: Window) -> Figures:
     """The figures of the window."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     inside = [json.loads(line) for line in lines[window.first : window.last]]
     rollouts = [name for name in timeline.spans if name.startswith("rollout")]
     trained: Counter[str] = Counter()
@@ -101,7 +102,7 @@ def latencies(run_dir: Path, window: Window) -> dict[RowId, float]:
     """Seconds from lease to end of the trajectories that ended in the window, from the journal."""
     begun: dict[RowId, float] = {}
     seconds: dict[RowId, float] = {}
-    for _, event in read_events(run_dir / "journal.jsonl"):
+    for _, event in read_events(run_dir / JOURNAL_FILE):
         match event:
             case Leased(group=group, samples=samples):
                 for sample in samples:

@@ -21,9 +21,10 @@ from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...trainer.policy.checkpoint_files import find_checkpoint
 from ..config.gpus import Gpus
-from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
+from ..config.load import read_recipe, recipe_yaml
 from ..config.memory_plan import MemoryPlan
 from ..config.model_files import read_config
+from ..config.run_folder import CONFIG_FILE
 from ..placement import place_ranks
 from ..recipes.names import find_recipe
 from .devices import Devices

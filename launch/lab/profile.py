@@ -19,6 +19,7 @@ from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...relay.journal.events import Leased, RowReady
 from ...relay.journal.journal import read_events
+from ..config.run_folder import JOURNAL_FILE, METRICS_FILE
 from ..report.timeline import Span, Timeline
 from .figures import LAST_STEPS, WARM_UP_STEPS, Window, window_of
 from .settings import LabSettings
@@ -56,7 +57,7 @@ def profile_of(run_dir: Path, recipe: Recipe) -> LabSettings:
     """The devices of the run in `run_dir`, whose recipe is given. Raises `SettingError` if its files do not tell them."""
     timeline, window = measured_part(run_dir)
     steps = _steps(run_dir)[window.first : window.last]
-    events = [event for _, event in read_events(run_dir / "journal.jsonl")]
+    events = [event for _, event in read_events(run_dir / JOURNAL_FILE)]
     inside = [event for event in events if window.start <= event.t < window.end]
     num_rows = sum(sum(step["staleness/hist"].values()) for step in steps)
     responses = fmean(step["response_length/mean"] for step in steps)
@@ -153,7 +154,7 @@ def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 def _steps(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics of each step."""
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS_FILE
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ...comm.errors import SettingError
 from ...comm.waits import waiting
-from ..config.checks import check_recipe
-from ..config.load import CONFIG_FILE, read_recipe, recipe_yaml
+from ..config.checks.recipe import check_recipe
+from ..config.load import read_recipe, recipe_yaml
+from ..config.run_folder import CONFIG_FILE, read_summary
 from ..processes.child import Child, print_message
-from ..report.summary import read_summary
 
 WARM_UP = {"run.steps": 20, "optimizer.lr_schedule": "constant", "optimizer.min_lr_ratio": 0}
 """Settings of a warm-up run: so few steps have no room for the schedule of a long run."""

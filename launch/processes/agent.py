@@ -22,8 +22,7 @@ from ...comm.environment import JOINING, NUM_THREADS
 from ...comm.errors import SettingError
 from ...comm.process_tree import children_of, kill_tree
 from ...comm.recipe import Recipe, RoleSettings
-from ..config.load import CONFIG_FILE
-from ..config.run_folder import FolderWatch, make_run_folder, remove_empty
+from ..config.run_folder import CONFIG_FILE, FolderWatch, make_run_folder, remove_empty
 from ..hosts import RANKS_OF_HOSTS
 from ..placement import count_ranks
 from .child import Child, print_message

@@ -84,7 +84,7 @@ def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
 
     Returns the folder's lock. Whoever starts a run holds it until the run has ended.
     """
-    from ..config.checks import check_recipe, check_run_folder
+    from ..config.checks.recipe import check_recipe, check_run_folder
 
     gpus = Gpus.of_this_host()
     recipe = with_device_defaults(recipe, gpus)

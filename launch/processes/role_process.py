@@ -36,7 +36,7 @@ from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...comm.store.client import StoreClient
 from ...comm.waits import set_identity, waiting
-from ..config.checks import check_files, model_facts
+from ..config.checks.recipe import check_files, model_facts
 from ..config.run_folder import SUMMARY_FILE
 from ..placement import is_restartable
 from .agent import has_other_hosts

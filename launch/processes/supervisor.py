@@ -31,8 +31,7 @@ from ...comm.memfd import create_memory
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.gpus import Gpus
-from ..config.load import CONFIG_FILE
-from ..config.run_folder import SUMMARY_FILE, FolderWatch
+from ..config.run_folder import CONFIG_FILE, SUMMARY_FILE, FolderWatch
 from ..cores import cores_of
 from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, is_restartable, place_ranks, processes_on, staging_gpu, visible_devices

@@ -17,11 +17,10 @@ import yaml
 
 from ...comm.errors import HeadraceError, SettingError
 from ...comm.recipe import Recipe, RunSettings
-from ..config.load import CONFIG_FILE, known_settings, read_recipe, recipe_of, refuse_unknown
-from ..config.model_files import exported_model
-from ..config.run_folder import make_run_folder, remove_empty
-from ..report.summary import read_summary
-from ..resume import JOURNAL, METRICS, finished_after
+from ..config.load import known_settings, read_recipe, recipe_of, refuse_unknown
+from ..config.run_checkpoints import TrainedModel
+from ..config.run_folder import CONFIG_FILE, JOURNAL_FILE, METRICS_FILE, make_run_folder, read_summary, remove_empty
+from ..resume import finished_after
 from .inputs import INPUTS, PythonInputs
 from .keywords import dotted_settings, nested
 from .samples import last_evaluations, last_samples
@@ -29,7 +28,6 @@ from .watched_run import OnStep, RunEnd, WatchedRun, last_log_lines
 
 RECIPE_FILE = "recipe.yaml"
 """File of the run folder: the settings that the caller of `train` gave; `headrace.launch.run` can run it again."""
-_CONFIG_OF_MODEL = "config.json"
 
 
 class RunFailed(HeadraceError, RuntimeError):
@@ -61,7 +59,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of each trained step (docs/use/metrics.md); the first step is 0."""
-        path = self.dir / METRICS
+        path = self.dir / METRICS_FILE
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -73,13 +71,7 @@ class Run:
     @property
     def model(self) -> Path:
         """The folder of the newest exported model, in Hugging Face format. Raises `SettingError` before the first one."""
-        exported = self.summary.get("export") or ""
-        folder = Path(exported) if exported and Path(exported).is_dir() else exported_model(self.dir)
-        if not (folder / _CONFIG_OF_MODEL).exists():
-            raise SettingError(
-                f"run.dir: {self.dir} has no exported model; a run exports one with each checkpoint and at its end"
-            )
-        return folder.resolve()
+        return Path(TrainedModel.find(str(self.dir), "run.dir: ").path).resolve()
 
     def export(self, folder: str | Path) -> Path:
         """Copy the newest exported model, with its tokenizer, into a new folder; returns it. Raises `SettingError`."""
@@ -185,7 +177,7 @@ def _free_folder() -> Path:
 
 def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on_step: OnStep | None) -> Run:
     """Write the recipe and its files, run it, and return the run; a refused start leaves no new folder."""
-    from ..config.checks import check_run_folder
+    from ..config.checks.recipe import check_run_folder
 
     if "LOCAL_WORLD_SIZE" in os.environ:
         raise SettingError("headrace.train starts torchrun itself; start the script with python")
@@ -203,7 +195,7 @@ def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on
         # A start that is refused leaves the summary of the run before.
         return _ended(run_dir, end, after if after and after != before else {})
     except BaseException:
-        if new and not (run_dir / JOURNAL).exists():
+        if new and not (run_dir / JOURNAL_FILE).exists():
             _remove_inputs(run_dir)
             remove_empty(*new)
         raise

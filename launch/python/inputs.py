@@ -14,7 +14,7 @@ from typing import Any
 from ...comm.errors import SettingError
 from ...relay.dataset.rows import as_json
 from ...relay.dataset.user_rows import is_python
-from ..config.model_files import exported_model
+from ..config.run_checkpoints import TrainedModel
 from .keywords import plain
 from .source import SourceFile, importable
 
@@ -111,8 +111,8 @@ def _model(value: Any) -> Any:
             f"model.path: a model is the path of its folder or its name on the Hub, not an object of type {type(value).__name__};"
             " save it with its tokenizer (save_pretrained) and give the folder"
         )
-    folder = Path(value)
-    return str(exported_model(folder).resolve()) if folder.is_dir() else str(value)
+    is_here = Path(value).exists()
+    return str(Path(TrainedModel.find(str(value), "model.path: ").path).resolve()) if is_here else str(value)
 
 
 def _is_source(value: Any) -> bool:

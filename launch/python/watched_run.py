@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..config.run_folder import METRICS_FILE
 from ..processes.launched import LauncherProcess
-from ..resume import METRICS
 
 OnStep = Callable[[dict[str, Any]], object]
 """Gets the metrics of a step; True ends the run in order."""
@@ -32,7 +32,7 @@ class WatchedRun:
     """One run of the launcher, from its start to its end."""
 
     def __init__(self, run_dir: Path, on_step: OnStep | None) -> None:
-        self._steps = NewSteps(run_dir / METRICS)
+        self._steps = NewSteps(run_dir / METRICS_FILE)
         self._on_step = on_step
         self._error: list[str] = []
         """The last error that was printed, with the lines after it."""

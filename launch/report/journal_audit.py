@@ -7,6 +7,7 @@ from pathlib import Path
 from ...relay.journal.events import Event, Leased, PromptDropped, Returned, RowFailed
 from ...relay.journal.journal import account_dict, replay
 from ...relay.journal.records import EvaluationLog
+from ..config.run_folder import JOURNAL_FILE
 
 _MAX_REASONS = 10
 
@@ -52,7 +53,7 @@ def _evaluations(log: EvaluationLog) -> Iterator[str]:
 def audit_lines(run: Path) -> Iterator[str]:
     """The account of a run, as lines. Raises `JournalError` for a journal that does not verify."""
     report = AuditReport()
-    state = replay(run / "journal.jsonl", report.note)
+    state = replay(run / JOURNAL_FILE, report.note)
     account = " ".join(f"{name}={value}" for name, value in account_dict(state).items())
     yield f"{run}: {state.step} steps, version {state.version}, {state.ended or 'not ended'}: {account}"
     yield f"  staleness {dict(sorted(state.staleness.items()))}"

@@ -15,13 +15,15 @@ from typing import Any
 import msgspec
 import yaml
 
+from ...comm.clock import duration
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ..config.load import LAB, parse_recipe
-from ..config.trained_model import ADAPTER, TrainedModel
+from ..config.run_checkpoints import ADAPTER, TrainedModel
+from ..config.run_folder import METRICS_FILE, read_summary
 from ..config.values import show_value
 from ..processes.child import print_message
-from .summary import evaluation_rows, read_summary, reward_text
+from .summary import evaluation_rows, reward_text
 
 CARD = "README.md"
 MARK = "<!-- Written by Headrace. Remove this line, and the file is not written again. -->"
@@ -65,7 +67,7 @@ def card(model: TrainedModel, name: str = "") -> str:
     recipe = None if file is None else parse_recipe(file.read_text(encoding="utf-8"))
     base = "" if recipe is None else _base_model(recipe)
     head = _head(model, recipe, base)
-    title = name or (model.run_dir.name if model.run_dir is not None else Path(model.path).absolute().name)
+    title = name or (model.run_dir.absolute().name if model.run_dir is not None else Path(model.path).absolute().name)
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---", MARK, f"# {title}"]
     kind = "adapter (LoRA)" if model.is_adapter else "model"
     if recipe is None:
@@ -128,14 +130,14 @@ def _facts(recipe: Recipe, source: str) -> dict[str, str]:
 def _results(model: TrainedModel) -> list[str]:
     """Reward and evaluations up to the model's step; nothing if the run has left no metrics."""
     assert model.run_dir is not None, "a recipe is that of a run"
-    rewards, evaluations, seconds = _measured(model.run_dir / "metrics.jsonl", model.step)
+    rewards, evaluations, seconds = _measured(model.run_dir / METRICS_FILE, model.step)
     if not rewards:
         return []
     summary = read_summary(model.run_dir) or {}
     is_last = summary.get("steps") == model.step and "reward_first" in summary
     rows = {"reward": reward_text(summary) if is_last else f"{rewards[-1]:.3f}  (mean of step {model.step})"}
     rows |= {f"held-out: {name}": text for name, text in evaluation_rows(evaluations)}
-    return ["## Results", _table(rows | {"time": f"{seconds / 60:.1f} min"})]
+    return ["## Results", _table(rows | {"time": duration(seconds)})]
 
 
 def _measured(path: Path, num_steps: int) -> tuple[list[float], list[dict[str, float]], float]:

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.run_folder import SUMMARY_FILE
+from ...comm.clock import duration
+from ...comm.disk import say
+from ..config.run_folder import SUMMARY_FILE, read_summary
 from ..processes.child import print_message
 from .leavings import tidy
 from .peak_memory import memory_row, merge_peaks
@@ -13,14 +15,6 @@ from .peak_memory import memory_row, merge_peaks
 MOST_FILES = 2
 """Most files of held-out prompts in the table, which fits on a screen with the last steps."""
 _PARTS = ("trained", "evicted", "filtered", "failed", "in_flight")
-
-
-def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary that the hub wrote when the run ended, None without one."""
-    try:
-        return json.loads((run_dir / SUMMARY_FILE).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def print_summary(run_dir: Path, *, with_trace: bool = False) -> dict[str, Any] | None:
@@ -41,10 +35,14 @@ def show_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
         print_message(f"error: {summary.get('error') or 'the run failed'}")
     if "accounting" not in summary:
         return
-    rows = summary_rows(summary, run_dir, memory_row(merge_peaks(run_dir)))
-    width = 2 + max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(name.ljust(width) + value, flush=True)
+    print_table(dict(summary_rows(summary, run_dir, memory_row(merge_peaks(run_dir)))))
+
+
+def print_table(rows: Mapping[str, str]) -> None:
+    """Print the name and text of each row."""
+    width = 2 + max(map(len, rows))
+    for name, text in rows.items():
+        say(name.ljust(width) + text)
 
 
 def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") -> list[tuple[str, str]]:
@@ -61,7 +59,7 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
         **dict(evaluation_rows(summary.get("evaluations", []))),
         "model": export,
         "use it": f'transformers.pipeline("text-generation", {json.dumps(export)})' if export else "",
-        "time": f"{_duration(summary.get('time_s', 0))}, {summary.get('tokens_per_s', 0):,.0f} tokens/s",
+        "time": f"{duration(summary.get('time_s', 0))}, {summary.get('tokens_per_s', 0):,.0f} tokens/s",
         "run": f"{summary.get('status')} after {summary.get('steps')} steps, in {run_dir}",
         "advice": str(summary.get("advice") or ""),
         "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),
@@ -71,15 +69,6 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
         "peak memory": memory,
     }
     return [(name, text) for name, text in rows.items() if text]
-
-
-def _duration(seconds: float) -> str:
-    """A time as people say it, such as `2 h 5 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def reward_text(summary: Mapping[str, Any]) -> str:

@@ -120,7 +120,7 @@ def run_once(words: Sequence[str], target: float, policy: str | None) -> Outcome
         settings = [f"run.dir={run_dir}", "run.save_rows=none", "roles.rollout=1", *words]
         if policy:
             settings.append(f"model.path={policy}")
-        if code := run_to_end([sys.executable, "-m", "headrace.launch.quickstart", *settings]):
+        if code := run_to_end([sys.executable, "-m", "headrace", "quickstart", *settings]):
             raise RuntimeError(f"a run ended with {code}: {' '.join(settings)}")
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return outcome_of([json.loads(line) for line in lines], target)

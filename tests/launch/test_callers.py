@@ -11,7 +11,7 @@ from support.slurm import free_ports
 from support.source_tree import ROOT
 
 from headrace.comm.environment import ADDRESS_FILE
-from headrace.launch import audit, ctl, quickstart, run
+from headrace.launch import audit, ctl, run
 from headrace.launch.lab import command as plan
 from headrace.launch.processes.secret import SECRET_FILE
 
@@ -34,8 +34,8 @@ def environment() -> dict[str, str]:
         (run.main, [str(EMULATED), "--dry-run", "--gpus=8x80"], 0),
         (plan.main, [str(EMULATED), "--runs=0"], 2),
         (audit.main, ["RUN"], 2),
-        (quickstart.main, ["run.stpes=3"], 2),
-        (quickstart.main, ["--dry-run"], 0),
+        (run.quickstart, ["run.stpes=3"], 2),
+        (run.quickstart, ["--dry-run"], 0),
     ],
     ids=["status", "stop", "join", "refused", "replay", "dry-run", "plan", "audit", "mistake", "quickstart"],
 )

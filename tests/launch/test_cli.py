@@ -12,7 +12,7 @@ import pytest
 from support.policies import tiny_policy
 
 from headrace.comm.recipe import RunSettings
-from headrace.launch.config.checks import check_recipe, check_run_folder
+from headrace.launch.config.checks.recipe import check_recipe, check_run_folder
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.warm_up import WARM_UP
 from headrace.launch.processes.secret import SECRET_FILE

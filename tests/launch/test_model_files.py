@@ -11,7 +11,7 @@ from support.policies import tiny_policy
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import AlgorithmSettings, GeneratorSettings, ModelSettings, Recipe
-from headrace.launch.config.checks import check_family, model_facts
+from headrace.launch.config.checks.recipe import check_family, model_facts
 from headrace.launch.config.model_files import model_digests
 from headrace.trainer.policy import families
 

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from headrace.launch import push
 from headrace.launch.push import main
+from headrace.launch.report.upload import real_hub
 from headrace.relay.checkpoints import CheckpointFolder
 
 
@@ -124,10 +124,10 @@ def test_an_error_of_the_hub_is_one_line(run: Path, error: Exception, code: int,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["RUN"], "give a checkpoint and the name of its repository"),
-        (["RUN", "user/model", "more"], "give a checkpoint and the name of its repository"),
+        (["RUN"], "required: NAME; --help lists the options"),
+        (["RUN", "user/model", "more"], "one word too many: more"),
         (["RUN", "a/b/c"], "'a/b/c' is not a name of the Hub"),
-        (["RUN", "user/model", "--pirvate"], "unknown option --pirvate"),
+        (["RUN", "user/model", "--pirvate"], "unknown option --pirvate, the nearest is --private"),
         (["RUN/none", "user/model"], "run/none does not exist"),
         (["RUN/checkpoints/step_3/adapter", "user/model", "--adapter"], ""),
     ],
@@ -152,7 +152,7 @@ def test_without_a_token_the_hub_is_not_asked(run: Path, monkeypatch: pytest.Mon
     assert main([str(run), "user/model"]) == 2
     assert "the Hub wants a token: `hf auth login` stores one, or set HF_TOKEN" in capfd.readouterr().err
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_token")
-    assert isinstance(push._real_hub(), HfApi)
+    assert isinstance(real_hub(), HfApi)
 
 
 def test_ctrl_c_ends_an_upload_with_130(run: Path):

@@ -16,10 +16,10 @@ from support.polling import wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.launch.config.load import read_recipe
-from headrace.launch.quickstart import main
 from headrace.launch.recipes import sort_digits
 from headrace.launch.recipes.parts import RECIPE, missing_parts
 from headrace.launch.recipes.tiny_policy import build_policy
+from headrace.launch.run import quickstart as main
 
 PATIENCE_S = 240.0
 
@@ -128,7 +128,7 @@ def test_the_quickstart_reports_a_mistake_like_the_program(capsys):
 
 
 def quickstart(folder: Path, *words: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "headrace.launch.quickstart", *words]
+    command = [sys.executable, "-m", "headrace", "quickstart", *words]
     process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
     at_end(lambda: process.wait(PATIENCE_S))
     at_end(process.kill)

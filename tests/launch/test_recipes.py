@@ -13,10 +13,10 @@ from support.source_tree import ROOT
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings, RewardSettings
-from headrace.launch.config.checks import check_function
-from headrace.launch.config.data_checks import check_data
+from headrace.launch.config.checks.data import check_data
+from headrace.launch.config.checks.recipe import check_function
+from headrace.launch.config.checks.signatures import check_reward_arguments, check_tools
 from headrace.launch.config.load import read_recipe
-from headrace.launch.config.signature_checks import check_reward_arguments, check_tools
 from headrace.launch.recipes import python_tool
 from headrace.launch.run import main
 from headrace.rollout.environments.schemas import tool_schemas

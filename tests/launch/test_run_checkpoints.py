@@ -1,6 +1,7 @@
-"""A new run begins with the weights of another run when `model.path` names it."""
+"""Which model a word names, in a command line or as `model.path` of a new run."""
 
 import fcntl
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 
 from headrace.comm.errors import SettingError
 from headrace.launch.config.load import read_recipe, save_recipe
-from headrace.launch.config.run_checkpoints import RunCheckpoint, start_lines
+from headrace.launch.config.run_checkpoints import TrainedModel, start_lines
 from headrace.relay.checkpoints import CheckpointFolder
 
 
@@ -55,10 +56,63 @@ def test_a_run_folder_is_its_newest_complete_checkpoint_and_each_part_of_it_is_w
     assert resolved(f"{run}/{place}").model.path == str(run / f"checkpoints/step_{step}/hf")
 
 
-def test_a_policy_that_a_run_wrote_alone_at_its_end_counts(run: Path):
-    (run / "checkpoints/step_20/hf").mkdir(parents=True)
-    (run / "checkpoints/step_20/hf/config.json").write_text("{}")
-    assert resolved(run).model.path == str(run / "checkpoints/step_20/hf")
+def test_a_model_that_a_run_wrote_alone_at_its_end_counts_by_its_summary_or_by_its_name(run: Path):
+    alone = run / "checkpoints/step_20/hf"
+    alone.mkdir(parents=True)
+    (alone / "config.json").write_text("{}")
+    assert TrainedModel.find(str(run)).step == 10, "it may be in the writing"
+    assert TrainedModel.find(str(alone.parent)) == (str(alone), run, 20)
+    (run / "summary.json").write_text(json.dumps({"export": "runs/before it was moved/checkpoints/step_20/hf"}))
+    assert TrainedModel.find(str(run)) == (str(alone), run, 20)
+    assert resolved(run).model.path == str(alone)
+
+
+@pytest.mark.parametrize("word", ["checkpoints/step_2", "checkpoints/step_2/hf", "checkpoints/best"])
+def test_the_model_of_a_checkpoint_belongs_to_its_run(run: Path, word: str):
+    model = TrainedModel.find(str(run / word))
+    assert (Path(model.path), model.run_dir, model.step) == (run / "checkpoints/step_2/hf", run, 2)
+    assert model.recipe_file == run / "config.yaml"
+    assert model.is_local and not model.is_adapter
+
+
+def test_a_word_without_the_folders_above_it_is_of_the_present_folder(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(run.parent)
+    assert TrainedModel.find("my run") == ("my run/checkpoints/step_10/hf", Path("my run"), 10)
+    monkeypatch.chdir(run)
+    assert TrainedModel.find(".") == ("checkpoints/step_10/hf", Path(), 10)
+    monkeypatch.chdir(run / "checkpoints/step_2")
+    assert TrainedModel.find("hf") == ("hf", run, 2)
+    assert TrainedModel.find("../latest") == (str(run / "checkpoints/step_10/hf"), run, 10)
+
+
+def test_an_adapter_is_one_without_the_weights_of_its_base(run: Path):
+    adapter = run / "checkpoints/step_2/adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    model = TrainedModel.find(str(adapter))
+    assert model == (str(adapter), run, 2) and model.is_adapter
+    assert not TrainedModel.find(str(adapter.parent)).is_adapter
+
+
+def test_a_model_without_a_run_and_a_name_on_the_hub_have_no_recipe(tmp_path: Path):
+    copy = tmp_path / "copy of a checkpoint"
+    (copy / "hf").mkdir(parents=True)
+    (copy / "hf/config.json").write_text("{}")
+    for word, path in ((str(copy), str(copy / "hf")), (str(copy / "hf"), str(copy / "hf")), ("org/name", "org/name")):
+        model = TrainedModel.find(word)
+        assert (model.path, model.recipe_file, model.step) == (path, None, 0)
+    assert not TrainedModel.find("org/name").is_local
+
+
+def test_a_command_refuses_a_folder_without_a_model(run: Path, tmp_path: Path):
+    with pytest.raises(SettingError, match=r"^.* has no model: .*config\.yaml.*hf/config\.json"):
+        TrainedModel.find(str(tmp_path))
+    with pytest.raises(SettingError, match=r"^the run in .*my run has no complete checkpoint step_12 with a model; it"):
+        TrainedModel.find(str(run / "checkpoints/step_12"))
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/config.yaml").write_text("run: {steps: 9}\n")
+    with pytest.raises(SettingError, match=r"^the run in .*begun has no complete checkpoint with a model yet$"):
+        TrainedModel.find(str(tmp_path / "begun"))
 
 
 def test_the_chat_template_of_the_other_run_follows_unless_the_recipe_has_one(run: Path):
@@ -119,4 +173,4 @@ def test_other_paths_stay_as_they_are(path: str, tmp_path: Path, monkeypatch: py
     assert resolved(path).model.path == path
     (tmp_path / "model").mkdir()
     assert resolved(tmp_path / "model").model.path == str(tmp_path / "model")
-    assert RunCheckpoint.of(path) is None
+    assert TrainedModel.of(path) == (path, None, 0)

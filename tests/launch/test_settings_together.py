@@ -10,8 +10,8 @@ import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RunSettings
-from headrace.launch.config import algorithm_checks, checks
-from headrace.launch.config.checks import check_run_folder, check_settings
+from headrace.launch.config.checks import algorithm, recipe
+from headrace.launch.config.checks.recipe import check_run_folder, check_settings
 from headrace.launch.config.load import read_recipe
 
 EMULATED = "rollout.engine=emulated trainer.engine=emulated"
@@ -69,7 +69,7 @@ def raises(module: ModuleType) -> dict[str, range]:
     """The places of a module that refuse settings alone, by their words: of `checks`, those that `check_settings` reaches."""
     tree = ast.parse(inspect.getsource(module))
     nodes = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names, found = ([*nodes] if module is not checks else ["check_settings"]), dict[str, range]()
+    names, found = ([*nodes] if module is not recipe else ["check_settings"]), dict[str, range]()
     for name in names:  # grows by the functions that are called
         for node in ast.walk(nodes[name]):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in nodes:
@@ -79,7 +79,7 @@ def raises(module: ModuleType) -> dict[str, range]:
     return found
 
 
-@pytest.mark.parametrize("module", [checks, algorithm_checks])
+@pytest.mark.parametrize("module", [algorithm, recipe])
 def test_every_refusal_of_settings_has_a_row(module: ModuleType):
     reached: set[int] = set()
     for words, _ in EXCLUDED:

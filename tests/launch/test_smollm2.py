@@ -45,7 +45,7 @@ def no_hub(model: Path) -> dict[str, str]:
 def quickstart(folder: Path, model: Path, *words: str) -> str:
     """The console output of a run that ends well."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(model.parent.parent)}
-    command = [sys.executable, "-m", "headrace.launch.quickstart", "smollm2", "run.dir=run", *words]
+    command = [sys.executable, "-m", "headrace", "quickstart", "smollm2", "run.dir=run", *words]
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -17,7 +17,7 @@ from support.system import System
 
 from headrace.comm.errors import PeerGone, SettingError
 from headrace.comm.recipe import RoleSettings
-from headrace.launch.config.checks import check_recipe, check_tp
+from headrace.launch.config.checks.recipe import check_recipe, check_tp
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.model_files import ModelFiles
 from headrace.launch.hosts import equal_hosts

@@ -70,5 +70,5 @@ def test_the_console_says_how_long_the_rest_takes_from_the_second_step_on_while_
     assert left.after(0, 500.0) == ""
     assert left.after(1, 20.0) == "  2 h 13 min left"
     texts = [left.after(step, 10.0) for step in range(2, 392)]
-    assert texts[-1] == "  1 min left"
+    assert texts[-1] == "  1 min 20 s left"
     assert left.after(397, 10.0) == left.after(399, 10.0) == ""

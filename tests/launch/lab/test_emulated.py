@@ -11,7 +11,7 @@ from support.emulated_run import FAST
 from support.system import System
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config.checks import check_settings
+from headrace.launch.config.checks.recipe import check_settings
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length
 from headrace.launch.lab.emulated.transfer import EmulatedTransfer

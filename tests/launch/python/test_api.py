@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headrace
 from headrace.launch.config.load import read_recipe
-from headrace.launch.config.model_files import exported_model
+from headrace.launch.config.run_checkpoints import TrainedModel
 from headrace.launch.python.inputs import PythonInputs
 
 DEADLINE_S = 800
@@ -86,7 +86,7 @@ def test_a_run_has_its_model_which_can_be_copied_and_trained_again(readme_run: h
     with pytest.raises(headrace.SettingError, match="my model exists; give a new folder"):
         readme_run.export(copied)
     for folder in (readme_run.dir, readme_run.dir / "checkpoints" / "step_2", readme_run.model):
-        assert exported_model(folder) == readme_run.model
+        assert TrainedModel.find(str(folder)).path == str(readme_run.model)
 
 
 def test_the_recipe_of_a_run_from_python_is_one_of_the_command_line(readme_run: headrace.Run, tmp_path: Path):

@@ -12,8 +12,8 @@ import pytest
 from support.notebook import Notebook
 
 from headrace.comm.errors import SettingError
+from headrace.launch.config.checks.signatures import check_tools
 from headrace.launch.config.load import recipe_of
-from headrace.launch.config.signature_checks import check_tools
 from headrace.launch.python.inputs import PythonInputs
 from headrace.launch.python.keywords import nested
 from headrace.launch.python.source import literal
@@ -149,9 +149,8 @@ def test_a_tool_of_a_notebook_has_its_schema_in_the_run(tmp_path: Path):
     settings = recipe_of(nested(inputs.settings({"environment.tools": [notebook.names["calc"]]}))).environment
     inputs.write()
     check_tools(settings)
-    schemas = tool_schemas(settings)
-    assert schemas is not None and len(schemas) == 1
-    assert schemas[0]["function"]["parameters"]["properties"]["operator"]["enum"] == ["+", "-"]
+    (schema,) = tool_schemas(settings) or []
+    assert schema["function"]["parameters"]["properties"]["operator"]["enum"] == ["+", "-"]
 
 
 def test_a_function_of_a_module_keeps_its_file_and_finds_its_neighbours(

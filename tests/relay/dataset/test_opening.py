@@ -11,7 +11,7 @@ import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings
-from headrace.launch.config.data_checks import check_data
+from headrace.launch.config.checks.data import check_data
 from headrace.relay.dataset.opening import CHECKED_ROWS, checked_prompts, open_rows
 from headrace.relay.dataset.order import PromptSource
 from headrace.relay.dataset.rows import MAX_NESTED, MAX_ROW_BYTES, as_json, row_problem

@@ -10,7 +10,7 @@ from support.source_tree import ROOT
 from headrace.comm.errors import SettingError
 from headrace.comm.plugins import load_object
 from headrace.comm.recipe import DataSettings
-from headrace.launch.config.data_checks import check_data
+from headrace.launch.config.checks.data import check_data
 from headrace.relay.dataset.opening import open_rows
 from headrace.relay.dataset.rows import DatasetRows
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import BatchSettings, QueueSettings, ScheduleName
-from headrace.launch.config.checks import check_recipe, check_settings
+from headrace.launch.config.checks.recipe import check_recipe, check_settings
 from headrace.launch.config.load import SettingError, read_recipe
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.state import HubState, RowStatus, apply

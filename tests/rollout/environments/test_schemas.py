@@ -78,7 +78,7 @@ def test_without_tools_there_are_no_schemas(file: Path):
 
 def test_the_users_file_runs_in_another_process_without_the_runs_secret(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HEADRACE_SECRET", "of the run")
-    (schema,) = tool_schemas(EnvironmentSettings(tools=(f"{file}:place",))) or ()
+    (schema,) = tool_schemas(EnvironmentSettings(tools=(f"{file}:place",))) or []
     pid, names = schema["function"]["description"].split(maxsplit=1)
     assert int(pid) != os.getpid() and names == "[]"
 

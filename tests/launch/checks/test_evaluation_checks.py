@@ -6,7 +6,7 @@ import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings, EvalSettings
-from headrace.launch.config.evaluation_checks import check_evaluation
+from headrace.launch.config.checks.evaluation import check_evaluation
 from headrace.launch.config.load import read_recipe
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts, evaluation_data, evaluation_names
 

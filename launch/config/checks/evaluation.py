@@ -1,11 +1,11 @@
 """Checks of `eval.*`: the settings fit together, and every prompt can be read."""
 
-from ...comm.errors import SettingError
-from ...comm.recipe import CheckpointSettings, DataSettings, EvalSettings, Recipe
-from ...comm.recipe.generation import LEAST_TEMPERATURE
-from ...relay.journal.evaluation_metrics import pass_sizes
-from ...relay.queue.evaluation_prompts import evaluation_data, evaluation_names
-from .data_checks import CheckedData, check_data
+from ....comm.errors import SettingError
+from ....comm.recipe import CheckpointSettings, DataSettings, EvalSettings, Recipe
+from ....comm.recipe.generation import LEAST_TEMPERATURE
+from ....relay.journal.evaluation_metrics import pass_sizes
+from ....relay.queue.evaluation_prompts import evaluation_data, evaluation_names
+from .data import CheckedData, check_data
 
 
 def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ...comm.errors import SettingError
-from ...comm.recipe import LoraSettings, Recipe, RunSettings
-from ...relay.checkpoints import CheckpointFolder
+from ....comm.errors import SettingError
+from ....comm.recipe import LoraSettings, Recipe, RunSettings
+from ....relay.checkpoints import CheckpointFolder
 
 
 def check_lora(recipe: Recipe, folder: Path) -> list[str]:
@@ -19,10 +19,10 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
             "lora.rank: only with trainer.engine=builtin and rollout.engine=builtin, not with"
             f" {recipe.trainer.engine} and {recipe.rollout.engine}"
         )
-    from ...trainer.policy.adapter_files import AdapterBase, start_adapter, start_folder
-    from ...trainer.policy.families import FAMILIES
-    from ...trainer.policy.lora import adapter_shapes, target_layers
-    from ...trainer.policy.model import load_policy
+    from ....trainer.policy.adapter_files import AdapterBase, start_adapter, start_folder
+    from ....trainer.policy.families import FAMILIES
+    from ....trainer.policy.lora import adapter_shapes, target_layers
+    from ....trainer.policy.model import load_policy
 
     policy = load_policy(folder, recipe.model.compute_type, weights=False)
     layers = target_layers(policy.model, lora.targets)
@@ -40,7 +40,7 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
 
 def _warn_of_start(run: RunSettings, lora: LoraSettings) -> list[str]:
     """A warning if a run that continues from a checkpoint began with another adapter than that of `lora.path`."""
-    from ...trainer.policy.adapter_files import has_other_start, start_folder
+    from ....trainer.policy.adapter_files import has_other_start, start_folder
 
     if run.resume == "restart" or not CheckpointFolder(Path(run.dir)).whole() or not has_other_start(run.dir, lora):
         return []

@@ -7,7 +7,7 @@ from support.policies import character_tokenizer
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings, EnvironmentSettings
-from headrace.launch.config.data_checks import check_lengths
+from headrace.launch.config.checks.data import check_lengths
 from headrace.launch.config.model_files import ModelFiles
 
 TOOL = 'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n        a: one\n        b: two\n    """\n'

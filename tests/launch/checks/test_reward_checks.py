@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config import checks
+from headrace.launch.config.checks.recipe import check_function, check_rewards
 from headrace.launch.config.load import read_recipe
 
 
@@ -35,7 +35,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_mistake_names_its_setting(words: list[str], message: str):
     with pytest.raises(SettingError, match=message):
-        checks.check_rewards(read_recipe(None, words).reward)
+        check_rewards(read_recipe(None, words).reward)
 
 
 @pytest.mark.usefixtures("files")
@@ -43,17 +43,17 @@ def test_functions_of_one_name_are_told_apart_by_their_files():
     recipe = read_recipe(
         None, ["reward.path=[other.py:score, gsm8k, a/rewards.py:score]", "reward.weights=[1, 0.5, -2]"]
     )
-    checks.check_rewards(recipe.reward)
+    check_rewards(recipe.reward)
     assert list(recipe.reward.functions) == ["other.score", "gsm8k", "rewards.score"]
     assert recipe.reward.weights == (1, 0.5, -2)
 
 
 def test_a_ready_function_without_its_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr("headrace.launch.config.checks.recipe.find_spec", lambda name: None)
     with pytest.raises(
         SettingError, match=r"reward\.path: math needs the package math_verify: pip install math-verify"
     ):
-        checks.check_rewards(read_recipe(None, ["reward.path=[gsm8k, math]"]).reward)
+        check_rewards(read_recipe(None, ["reward.path=[gsm8k, math]"]).reward)
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_a_ready_function_without_its_package_says_how_to_install_it(monkeypatch
 )
 def test_a_file_may_bind_its_function_in_any_way(tmp_path: Path, text: str):
     (tmp_path / "rewards.py").write_text(text)
-    checks.check_function("reward.path", f"{tmp_path}/rewards.py:score")
+    check_function("reward.path", f"{tmp_path}/rewards.py:score")

@@ -9,8 +9,8 @@ from support.policies import tiny_policy
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import LoraSettings
-from headrace.launch.config.adapter_checks import check_lora
-from headrace.launch.config.checks import check_settings
+from headrace.launch.config.checks.adapter import check_lora
+from headrace.launch.config.checks.recipe import check_settings
 from headrace.launch.config.load import read_recipe
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.trainer.policy.adapter_files import AdapterBase, keep_start, write_adapter

@@ -8,7 +8,7 @@ import pytest
 from headrace.comm.errors import SettingError
 from headrace.comm.plugins import load_object
 from headrace.comm.recipe import EnvironmentSettings, RewardSettings
-from headrace.launch.config.signature_checks import check_reward_arguments, check_tools
+from headrace.launch.config.checks.signatures import check_reward_arguments, check_tools
 from headrace.rollout.rewards.function import RewardFunction
 from headrace.rollout.rewards.ready import READY
 

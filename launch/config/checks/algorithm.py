@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...comm.errors import SettingError
-from ...comm.recipe import AlgorithmSettings, BatchSettings, CriticSettings, LoraSettings, OptimizerSettings, Recipe
-from ...trainer.memory import PolicySizes
-from .model_files import read_config
+from ....comm.errors import SettingError
+from ....comm.recipe import AlgorithmSettings, BatchSettings, CriticSettings, LoraSettings, OptimizerSettings, Recipe
+from ....trainer.memory import PolicySizes
+from ..model_files import read_config
 
 _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Advantages against the other samples of the prompt."""
@@ -108,7 +108,7 @@ def check_optimizer(optimizer: OptimizerSettings, num_steps: int) -> None:
             f"optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={num_steps} leave no steps after the warm-up"
         )
     if optimizer.name != "adamw":
-        from ...trainer.learners.optimizer import optimizer_class
+        from ....trainer.learners.optimizer import optimizer_class
 
         optimizer_class(optimizer.name)
 

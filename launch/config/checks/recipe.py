@@ -1,7 +1,4 @@
-"""Checks of a recipe before any process is started: settings that exclude each other, files, data, functions.
-
-Every check raises `SettingError`. Bounds of one setting are at its field in `comm/recipe/`.
-"""
+"""All checks of a start: settings that exclude each other, files, data, functions."""
 
 import ast
 import os
@@ -11,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-from ...comm.environment import JOINING
-from ...comm.errors import SettingError
-from ...comm.plugins import load_object, source_file
-from ...comm.recipe import (
+from ....comm.environment import JOINING
+from ....comm.errors import SettingError
+from ....comm.plugins import load_object, source_file
+from ....comm.recipe import (
     AlgorithmSettings,
     CommSettings,
     EnvironmentSettings,
@@ -24,24 +21,23 @@ from ...comm.recipe import (
     RunSettings,
     TrainerSettings,
 )
-from ...comm.recipe.run import is_address
-from ...relay.hub.model_check import JOINED
-from ...relay.journal.journal import Journal
-from ...relay.queue.schedules import SCHEDULES
-from ...relay.queue.tasks import pipeline
-from ...rollout.rewards.addresses import open_address
-from ...rollout.rewards.ready import NEEDS, READY
-from ...trainer.memory import PAGE_TOKENS, PolicySizes
-from ...trainer.policy.families import FAMILIES, check_exact_supported, check_supported
-from ..placement import check_replicas
-from .adapter_checks import check_lora
-from .algorithm_checks import check_algorithm, check_optimizer, check_rate
-from .data_checks import CheckedData, check_data, check_lengths
-from .evaluation_checks import check_evaluation
-from .load import CONFIG_FILE
-from .model_files import ModelFiles, model_digests, read_config
-from .run_folder import under_way
-from .signature_checks import check_reward_arguments, check_tools
+from ....comm.recipe.run import is_address
+from ....relay.hub.model_check import JOINED
+from ....relay.journal.journal import Journal
+from ....relay.queue.schedules import SCHEDULES
+from ....relay.queue.tasks import pipeline
+from ....rollout.rewards.addresses import open_address
+from ....rollout.rewards.ready import NEEDS, READY
+from ....trainer.memory import PAGE_TOKENS, PolicySizes
+from ....trainer.policy.families import FAMILIES, check_exact_supported, check_supported
+from ...placement import check_replicas
+from ..model_files import ModelFiles, model_digests, read_config
+from ..run_folder import CONFIG_FILE, JOURNAL_FILE, under_way
+from .adapter import check_lora
+from .algorithm import check_algorithm, check_optimizer, check_rate
+from .data import CheckedData, check_data, check_lengths
+from .evaluation import check_evaluation
+from .signatures import check_reward_arguments, check_tools
 
 _ADDRESS = "an address (http://HOST/PATH or judge+http://HOST/v1#model=NAME)"
 
@@ -115,7 +111,7 @@ def _check_comm(comm: CommSettings) -> None:
     if comm.tls and comm.link == "nccl":
         raise SettingError("comm.tls: NCCL does not encrypt; set comm.link=tcp, or comm.tls=false")
     if comm.tls:
-        from ...comm.links.tls import TlsIdentity
+        from ....comm.links.tls import TlsIdentity
 
         TlsIdentity()
 
@@ -183,7 +179,7 @@ def check_tp(tp: int, policy: ModelFiles) -> None:
         return
     from transformers import AutoConfig
 
-    from ...trainer.policy.families import check_splittable
+    from ....trainer.policy.families import check_splittable
 
     check_splittable(AutoConfig.from_pretrained(policy.folder, trust_remote_code=False), tp)
 
@@ -215,7 +211,7 @@ def check_run_folder(settings: RunSettings) -> None:
         return
     if not folder.is_dir():
         raise SettingError(f"run.dir: {folder} is not a folder")
-    journal = folder / "journal.jsonl"
+    journal = folder / JOURNAL_FILE
     if not os.access(folder, os.W_OK | os.X_OK) or (journal.exists() and not os.access(journal, os.R_OK | os.W_OK)):
         raise SettingError(f"run.dir: no permission to write in {folder}")
     if not journal.exists():
@@ -288,7 +284,7 @@ def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
     with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
     facts = model_digests(recipe.model.path, with_weights=with_weights)
     if recipe.generator.exact and role in ("actor", "rollout"):
-        from ...trainer.policy.exact.machine import kernels_of_machine
+        from ....trainer.policy.exact.machine import kernels_of_machine
 
         facts["exact_kernels"] = kernels_of_machine()
     return facts | ({JOINED: "yes"} if JOINING in os.environ else {})

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from ...comm.errors import SettingError
-from ...comm.plugins import source_file
-from ...comm.recipe import EnvironmentSettings, RewardSettings
-from ...comm.recipe.run import is_address
-from ...rollout.environments.tools import RESERVED
-from ...rollout.rewards.function import OWN, VERL, has_ground_truth
-from ...rollout.rewards.ready import READY
+from ....comm.errors import SettingError
+from ....comm.plugins import source_file
+from ....comm.recipe import EnvironmentSettings, RewardSettings
+from ....comm.recipe.run import is_address
+from ....rollout.environments.tools import RESERVED
+from ....rollout.rewards.function import OWN, VERL, has_ground_truth
+from ....rollout.rewards.ready import READY
 
 
 class _Arguments(NamedTuple):

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import structs
 
-from ...comm.errors import SettingError
-from ...comm.recipe import DataSettings, EnvironmentSettings
-from ...relay.dataset.opening import checked_prompts, open_rows
-from .model_files import ModelFiles
+from ....comm.errors import SettingError
+from ....comm.recipe import DataSettings, EnvironmentSettings
+from ....relay.dataset.opening import checked_prompts, open_rows
+from ..model_files import ModelFiles
 
 LEAST_SHARE = 1e-6
 """A smaller share of the prompts, above 0, is taken for a mistake: a round of the mixture would have millions of prompts."""
@@ -77,9 +77,9 @@ def _long_lengths(
     ]
     if not doubtful:
         return {}
-    from ...rollout.engine.chat_template import prompt_tokens
-    from ...rollout.environments.schemas import tool_schemas
-    from ...trainer.policy.model import load_tokenizer
+    from ....rollout.engine.chat_template import prompt_tokens
+    from ....rollout.environments.schemas import tool_schemas
+    from ....trainer.policy.model import load_tokenizer
 
     form = load_tokenizer(policy.folder), settings, tool_schemas(environment)
     return {number: len(prompt_tokens({"prompt": prompts[number]}, *form)) for number in doubtful}

@@ -4,7 +4,7 @@ import pytest
 from support.algorithm_steps import ALGORITHMS
 
 from headrace.comm.errors import SettingError
-from headrace.launch.config.algorithm_checks import check_algorithm
+from headrace.launch.config.checks.algorithm import check_algorithm
 from headrace.launch.config.load import read_recipe
 
 ROLLOUT = "algorithm.proximal=rollout"

@@ -1,0 +1,267 @@
+"""An evaluation without a run: its words, its checks, and what it prints and writes."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...comm.clock import estimate
+from ...comm.disk import AppendFile, say
+from ...comm.errors import HeadraceError, SettingError
+from ...comm.recipe import CheckpointSettings, Recipe
+from ...relay.journal.evaluations import response_line
+from ...relay.journal.events import Evaluated
+from ...relay.queue.evaluation_prompts import EvaluationPrompts, open_evaluation
+from ..config.checks.data import check_lengths
+from ..config.checks.evaluation import check_evaluation
+from ..config.checks.recipe import check_family, check_files
+from ..config.checks.signatures import check_reward_arguments, check_tools
+from ..config.load import read_recipe
+from ..config.model_files import ModelFiles
+from ..config.run_checkpoints import WHOLE, TrainedModel
+from ..processes.child import print_message
+from ..processes.full_gpu import describe_full_gpu, is_full_gpu
+from .summary import print_table
+
+TELL_S = 10.0
+"""Seconds between two lines about the samples that are done."""
+_MISSING = ("does not exist", "cannot read")
+"""Parts of messages about a file."""
+_RECIPES = (".yaml", ".yml")
+"""Endings of a recipe's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """A command line: the model, its settings, the file."""
+
+    model: TrainedModel
+    recipe: Recipe
+    """With the model's path, and an evaluation that is on."""
+    out: Path
+    """A file that does not exist yet."""
+    max_running: int | None
+    """Samples that are decoded together, if the user has said so."""
+
+    @classmethod
+    def of(cls, words: Sequence[str], out: str | None) -> "EvalRequest":
+        """The words of a command line, sorted: a model and settings. out: the file that it names. Raises `SettingError`."""
+        # A folder may be called `lr=1e-5`.
+        overrides = [word for word in words if "=" in word and not Path(word).exists()]
+        names = [word for word in words if word not in overrides]
+        if len(names) != 1:
+            raise SettingError(
+                f"name one model: a run folder, a checkpoint, a model's folder or its name on the Hub; not {names}"
+            )
+        model, recipe = _read(names[0], overrides)
+        chooses = any(word.startswith("generator.max_running=") for word in overrides)
+        return cls(model, recipe, _out_file(out, model), recipe.generator.max_running if chooses else None)
+
+
+def evaluate(request: EvalRequest) -> int:
+    """Generate, score, write the responses and print the metrics; returns the exit code, 1 if no response has a score.
+
+    Raises `HeadraceError` with one line.
+    """
+    try:
+        return _evaluate(request)
+    except RuntimeError as error:
+        if not is_full_gpu(error):
+            raise
+        raise HeadraceError(describe_full_gpu("rollout", error)) from error
+
+
+def _read(word: str, overrides: Sequence[str]) -> tuple[TrainedModel, Recipe]:
+    """The model that a word names, and the settings for its evaluation; a recipe names the model that its run begins with."""
+    if word.endswith(_RECIPES):
+        recipe = read_recipe(word, overrides)
+        model = TrainedModel.find(recipe.model.path)
+    elif any(override.startswith("model.path=") for override in overrides):
+        raise SettingError(f"model.path: {word} is the model; leave this out")
+    else:
+        model = TrainedModel.find(word)
+        recipe = read_recipe(model.recipe_file, overrides)
+    if model.is_adapter:
+        whole = Path(model.path).parent / WHOLE
+        way = f"evaluate {whole}" if whole.is_dir() else "merge it first (merge_and_unload in peft)"
+        raise SettingError(f"{model.path} is an adapter without its base model; {way}")
+    if recipe.is_emulated:
+        raise SettingError("rollout.engine: emulated devices have no policy that could be evaluated")
+    evaluation = replace(recipe.eval, every=recipe.eval.every or 1)
+    named = replace(recipe.model, path=model.path)
+    # What the run's best checkpoint is chosen by is not a question here.
+    return model, replace(recipe, model=named, eval=evaluation, checkpoint=CheckpointSettings())
+
+
+def _out_file(given: str | None, model: TrainedModel) -> Path:
+    """The file for the responses: beside the checkpoint's folder, or in the present one where that cannot be written."""
+    if given is not None:
+        if Path(given).exists():
+            raise SettingError(f"--out: {given} exists already; name another file, or remove it")
+        if not Path(given).absolute().parent.is_dir():
+            raise SettingError(f"--out: {Path(given).parent} is not a folder")
+        return Path(given)
+    here = Path.cwd()
+    folder = here / model.path.replace("/", "--")
+    if model.is_local:
+        folder = Path(model.path).absolute()
+        folder = folder.parent if folder.name == WHOLE and model.run_dir else folder
+    above = folder.parent if os.access(folder.parent, os.W_OK) else here
+    file = above / f"{folder.name}.evaluation.jsonl"
+    number = 1
+    while file.exists():
+        number += 1
+        file = above / f"{folder.name}.evaluation-{number}.jsonl"
+    return file.relative_to(here) if file.is_relative_to(here) else file
+
+
+def _check(recipe: Recipe) -> Any:
+    """Make the checks of a start that concern an evaluation, and print warnings; returns the longest prompt."""
+    policy = ModelFiles.read(recipe.model.path)
+    found = check_evaluation(recipe)
+    if not found:
+        raise SettingError("eval.path is not set; it names the prompts, such as eval.path=test.jsonl")
+    check_files("rollout", recipe)
+    check_tools(recipe.environment)
+    warnings: list[str] = []
+    if recipe.reward.path:
+        rows = [row for _, data in found for row in data.first_rows]
+        warnings += check_reward_arguments(recipe.reward, rows, "eval.path")
+    check_family(recipe.generator, recipe.algorithm, policy.folder)
+    for settings, data in found:
+        warnings += check_lengths(settings, data.prompts, policy, recipe.environment, recipe.sampling.max_new_tokens)
+    for warning in warnings:
+        print_message(f"warning: {warning}")
+    return max((prompt for _, data in found for prompt in data.prompts), key=lambda prompt: len(str(prompt)))
+
+
+def _evaluate(request: EvalRequest) -> int:
+    recipe = request.recipe
+    try:
+        longest = _check(recipe)
+    except SettingError as error:
+        is_elsewhere = request.model.recipe_file is not None and any(words in str(error) for words in _MISSING)
+        hint = "; the run's recipe names its files from the folder where the run was started" if is_elsewhere else ""
+        raise SettingError(f"{error}{hint}") from error
+    prompts = open_evaluation(recipe.data, recipe.eval, recipe.run.steps, num_shares=1)
+    assert prompts is not None, "the prompts were just checked"
+    say(f"evaluating {_title(request)} on {_contents(prompts)}; the responses go to {request.out}")
+    started = time.monotonic()
+    with _opened(request.out, recipe.comm.deadline_s) as file:
+        from ...rollout.local_evaluation import LocalEvaluation, LocalGenerator
+        from ...rollout.rewards.pool import open_rewards
+
+        num_samples = recipe.eval.samples * sum(prompts.num_prompts.values())
+        generator = LocalGenerator(recipe, longest, num_samples, request.max_running)
+        rewards = open_rewards(recipe.reward, recipe.run.steps, "builtin")
+        evaluation = LocalEvaluation(recipe, prompts, generator, rewards, request.model.step)
+        tally = Tally(num_samples, time.monotonic())
+        say(f"generating on {generator.policy.device}, up to {generator.max_running} samples at a time")
+        with closing(evaluation):
+            try:
+                for samples in evaluation.turns():
+                    for sample in samples:
+                        file.append(
+                            response_line(request.model.step, sample.name, sample.row, sample.event, sample.text)
+                        )
+                        tally.add(sample.event)
+                    tally.tell(evaluation.num_decoding, evaluation.num_elsewhere)
+            except KeyboardInterrupt:
+                print_message(f"interrupted after {tally.num_done} of {num_samples} samples; {request.out} has them")
+                raise
+        metrics = evaluation.metrics()
+    loaded_s = tally.started - started
+    print_table({"model": _title(request), **_rows(metrics), **tally.rows(loaded_s), "responses": str(request.out)})
+    if tally.num_scored:
+        return 0
+    print_message("error: no response has a score, for the reasons above")
+    return 1
+
+
+class Tally:
+    """Counts of the samples that are done; prints a line every `TELL_S`."""
+
+    def __init__(self, num_samples: int, started: float) -> None:
+        self.started = started
+        self.num_done = 0
+        self._num_samples = num_samples
+        self._rewards: list[float] = []
+        self._tokens = 0
+        self._failures: Counter[str] = Counter()
+        self._told = started
+
+    def add(self, event: Evaluated) -> None:
+        """Count a sample that has ended."""
+        self.num_done += 1
+        self._tokens += event.num_tokens
+        if event.failure:
+            self._failures[event.failure] += 1
+        else:
+            self._rewards.append(event.reward)
+
+    @property
+    def num_scored(self) -> int:
+        """Samples that have a reward."""
+        return len(self._rewards)
+
+    def tell(self, num_decoding: int, num_elsewhere: int) -> None:
+        """Print a line if it is time: the samples that are done, in generation, and with a reward function or environment."""
+        now = time.monotonic()
+        if now - self._told < TELL_S:
+            return
+        self._told = now
+        mean = f", mean reward {sum(self._rewards) / self.num_scored:.3f}" if self._rewards else ""
+        say(
+            f"{self.num_done} of {self._num_samples} samples done{mean}; {num_decoding} in generation, {num_elsewhere} wait for"
+            f" rewards or environments{self._time_left(now - self.started)}"
+        )
+
+    def rows(self, loaded_s: float) -> dict[str, str]:
+        """Rows of the table at the end."""
+        elapsed_s = time.monotonic() - self.started
+        speed = f"{self._tokens / max(elapsed_s, 1e-9):,.0f} tokens/s"
+        rows = {"time": f"{elapsed_s:.1f} s, after {loaded_s:.1f} s of loading; {speed}"}
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in self._failures.most_common())
+        return rows | ({"without a score": reasons} if reasons else {})
+
+    def _time_left(self, elapsed_s: float) -> str:
+        if not self.num_done:
+            return ""
+        left_s = elapsed_s / self.num_done * (self._num_samples - self.num_done)
+        return f"; about {estimate(left_s)} left"
+
+
+@contextmanager
+def _opened(path: Path, deadline_s: float) -> Iterator[AppendFile]:
+    """The new file for the responses; without any it is removed again."""
+    try:
+        file = AppendFile(path, deadline_s)
+    except OSError as error:
+        raise SettingError(f"--out: cannot write {path}: {error.strerror}") from error
+    try:
+        yield file
+    finally:
+        file.close()
+        if not path.stat().st_size:
+            path.unlink()
+
+
+def _title(request: EvalRequest) -> str:
+    steps = f" (after {request.model.step} steps)" if request.model.step else ""
+    return f"{request.model.path}{steps}"
+
+
+def _contents(prompts: EvaluationPrompts) -> str:
+    samples = f", {prompts.settings.samples} samples each" if prompts.settings.samples > 1 else ""
+    return ", ".join(f"{num} prompts of {name}" for name, num in prompts.num_prompts.items()) + samples
+
+
+def _rows(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The metrics under their names in a run."""
+    return {name: f"{value:.4g}" for name, value in metrics.items() if name != "eval/version"}
