@@ -56,7 +56,7 @@ class LocalGenerator(Engine):
         self._tokenizer = load_tokenizer(recipe.model.path)
         self._data = recipe.data
         self._tools = tool_schemas(recipe.environment)
-        policy = load_policy(recipe.model.path, recipe.model.dtype, default_device())
+        policy = load_policy(recipe.model.path, recipe.model.compute_type, default_device())
         if max_running is None:
             num_tokens = min(self._length(recipe, longest, policy.context), policy.context)
             memory = available_memory(policy.device, settings.gpu_share)
