@@ -22,6 +22,8 @@ from ..config.checks.data import check_lengths
 from ..config.checks.evaluation import check_evaluation
 from ..config.checks.recipe import check_family, check_files
 from ..config.checks.signatures import check_reward_arguments, check_tools
+from ..config.device_defaults import with_device_defaults
+from ..config.gpus import Gpus
 from ..config.load import read_recipe
 from ..config.model_files import ModelFiles
 from ..config.run_checkpoints import WHOLE, TrainedModel
@@ -96,7 +98,8 @@ def _read(word: str, overrides: Sequence[str]) -> tuple[TrainedModel, Recipe]:
     evaluation = replace(recipe.eval, every=recipe.eval.every or 1)
     named = replace(recipe.model, path=model.path)
     # What the run's best checkpoint is chosen by is not a question here.
-    return model, replace(recipe, model=named, eval=evaluation, checkpoint=CheckpointSettings())
+    recipe = replace(recipe, model=named, eval=evaluation, checkpoint=CheckpointSettings())
+    return model, with_device_defaults(recipe, Gpus.of_this_host())
 
 
 def _out_file(given: str | None, model: TrainedModel) -> Path:
