@@ -97,7 +97,7 @@ def test_offload_moves_weights_gradients_and_moments_to_the_host(dry_run):
 @pytest.mark.parametrize("option", ["--gpus=80", "--gpus=0x80", "--gpus=1x-3", "--gpus=axb"])
 def test_gpus_that_are_not_a_count_and_a_size_are_refused(dry_run, option):
     code, text = dry_run(SMALL, option)
-    assert code == 2 and "--gpus=COUNTxGB" in text
+    assert code == 2 and "COUNTxGB" in text
 
 
 def test_rollouts_that_share_a_gpu_take_equal_parts_of_it(dry_run):

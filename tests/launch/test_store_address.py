@@ -75,7 +75,7 @@ def test_a_rank_without_a_store_ends_with_one_line_on_each_host(monkeypatch, cap
         raise end
 
     monkeypatch.setattr("headrace.launch.start.run_rank", run_rank)
-    monkeypatch.setattr("headrace.launch.processes.child.block_signals", lambda: None)
+    monkeypatch.setattr("headrace.launch.processes.signals.block_signals", lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for local_rank, expected in (("0", printed), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
