@@ -71,7 +71,7 @@ def test_a_signal_ends_the_wait_for_a_store_that_never_comes(tmp_path: Path, gro
     [(StoreGone("no store answers"), 1, "headrace: error: no store answers\n"), (KeyboardInterrupt(), 0, "")],
 )
 def test_a_rank_without_a_store_ends_with_one_line_on_each_host(monkeypatch, capsys, end, code: int, printed: str):
-    def run_rank(*_: object) -> int:
+    def run_rank(*_: object, **__: object) -> int:
         raise end
 
     monkeypatch.setattr("headrace.launch.start.run_rank", run_rank)
