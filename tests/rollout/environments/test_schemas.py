@@ -1,4 +1,4 @@
-"""The schemas of tools come from a process that has loaded the user's files, or with the reason why there are none."""
+"""A process of its own loads the files of tools and answers with their schemas, or with the error of the file."""
 
 import os
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_without_tools_there_are_no_schemas(file: Path):
 
 def test_the_users_file_runs_in_another_process_without_the_runs_secret(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HEADRACE_SECRET", "of the run")
-    (schema,) = tool_schemas(EnvironmentSettings(tools=(f"{file}:place",))) or ()
+    (schema,) = tool_schemas(EnvironmentSettings(tools=(f"{file}:place",))) or [{}]
     pid, names = schema["function"]["description"].split(maxsplit=1)
     assert int(pid) != os.getpid() and names == "[]"
 
