@@ -68,7 +68,7 @@ def _load_schemas(path: str, tools: Sequence[str]) -> list[dict[str, Any]] | Non
 
 
 def main() -> None:
-    """Answer with the schemas, or with why there are none."""
+    """Answer with the schemas, or with the error."""
     channel = Channel()
     path = channel.settings["path"]
     tools = channel.settings["tools"]

@@ -1,4 +1,4 @@
-"""The schemas of tools come from a process that has loaded the user's files, or with the reason why there are none."""
+"""A process of its own loads the files of tools and answers with their schemas, or with the error of the file."""
 
 import os
 from pathlib import Path
