@@ -184,7 +184,7 @@ def _absolute(word: str) -> Path:
 
 
 def _written_as(word: str, path: Path) -> Path:
-    """`path` relative to the present folder if the word is, and it lies there."""
+    """The path, relative to the present folder if the word is relative and the path is below that folder."""
     here = Path.cwd()
     return path.relative_to(here) if not Path(word).is_absolute() and path.is_relative_to(here) else path
 
