@@ -1,7 +1,11 @@
-"""`--help`: the usage of the program, and every setting with its default, type, bounds or choices, and meaning."""
+"""`--help`: the usage of the program, and every setting with its default, type, bounds or choices, and meaning.
+
+`python -m headrace.launch.config.help` prints docs/use/configuration.md, which has the same settings.
+"""
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -40,6 +44,15 @@ The third form adds rollouts and relays of this host to a running job.
 
 Settings (of the recipe file, or as KEY=VALUE):
 """
+_PAGE = """\
+# Configuration
+
+All settings, with the values that each one takes, its default and its meaning. They are in the recipe file, in a section each, or
+`KEY=VALUE` words of the command line, such as `run.steps=200`. A word replaces the value of the file. `headrace run --help` prints the
+same list. `null` as a default means that the program chooses, or that the feature is off; the meaning says which.
+
+This page is generated from `comm/recipe/` by `python -m headrace.launch.config.help`.
+"""
 
 
 def usage() -> str:
@@ -50,14 +63,37 @@ def usage() -> str:
     return "\n".join(lines)
 
 
+def page() -> str:
+    """All settings as a page of Markdown, with a table for each section."""
+    lines = [_PAGE]
+    for section, kind in sections():
+        entries = {entry.name: entry for entry in kinds.type_info(kind).fields}  # pyright: ignore
+        lines += [
+            f"## `{section}`: {_title(kind).rstrip('.')}",
+            "",
+            "| setting | takes | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for key, text in field_docs(kind).items():
+            default = show_value(entries[key].default)
+            cells = (f"`{section}.{key}`", describe(entries[key].type), f"`{default}`" if default else "empty", text)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def setting_lines(section: str, kind: type) -> Iterator[str]:
     """A section's title, and each setting with its default, type and meaning."""
     entries = {entry.name: entry for entry in kinds.type_info(kind).fields}  # pyright: ignore
-    title = (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
-    yield f"{section}: {title}"
+    yield f"{section}: {_title(kind)}"
     for key, text in field_docs(kind).items():
         yield f"  {section}.{key}={show_value(entries[key].default)}  ({describe(entries[key].type)})"
         yield from textwrap.wrap(text, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _title(kind: type) -> str:
+    """What a section is about: its docstring without the name."""
+    return (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
 
 
 def field_docs(kind: type) -> dict[str, str]:
@@ -71,3 +107,7 @@ def field_docs(kind: type) -> dict[str, str]:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     docs[field_node.target.id] = " ".join(text.split())
     return docs
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
