@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.source_tree import ROOT, SOURCES, TREES
@@ -13,6 +14,7 @@ from headrace.comm.errors import SettingError
 from headrace.launch.config.help import page as help_page
 from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.python.keywords import dotted_settings
+from headrace.trainer.policy.families import check_supported
 
 USE = ROOT / "docs" / "use"
 ROW = re.compile(r"^\| (?!you see|---)(.+?) \|", re.MULTILINE)
@@ -93,3 +95,22 @@ def test_the_metrics_beside_those_of_another_trainer_are_ours(page: str):
 def test_the_page_of_all_settings_is_the_one_that_the_program_prints():
     """After a change of the recipe: python -m headrace.launch.config.help > docs/use/configuration.md"""
     assert (USE / "configuration.md").read_text() == help_page()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5", "mamba", "qwen2_vl", "llava"])
+def test_a_model_of_a_kind_that_is_left_out_is_refused_by_its_type(model_type: str):
+    with pytest.raises(SettingError, match=f"model.path: model type '{model_type}' is not supported"):
+        check_supported(SimpleNamespace(model_type=model_type))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "mxfp4"])
+def test_a_model_with_quantized_weights_is_refused_with_their_kind(method: str):
+    config = SimpleNamespace(model_type="llama", quantization_config={"quant_method": method})
+    with pytest.raises(SettingError, match=rf"model.path: llama with quantized weights .* {method}"):
+        check_supported(config)
+
+
+def test_every_page_is_linked_by_the_list_of_pages():
+    linked = re.findall(r"\]\(use/([\w-]+)\.md\)", (ROOT / "docs" / "README.md").read_text())
+    assert sorted(linked) == sorted(page.stem for page in USE.glob("*.md"))
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text()

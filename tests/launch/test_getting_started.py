@@ -13,7 +13,7 @@ import headrace
 
 PAGE = (ROOT / "docs" / "use" / "getting-started.md").read_text()
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-FILE = re.compile(r"`([\w.]+)`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
+FILE = re.compile(r"`(\w+\.(?:jsonl|py|yaml))`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
 COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 HEADRACE = "import sys; from headrace.launch.command import main; sys.exit(main())"
 SMALL = ["batch.prompts_per_step=2", "batch.samples_per_prompt=2", "eval.max_prompts=4", "optimizer.warmup_steps=0"]
