@@ -1,4 +1,4 @@
-"""What the pages for users claim is true of the program: its messages, its names, its settings."""
+"""The claims of the pages for users are true of the program: its messages, its names, its settings."""
 
 import ast
 import re
@@ -61,7 +61,7 @@ def found_in(pages: tuple[str, ...], pattern: re.Pattern[str]) -> list[tuple[str
 
 
 def answer_to(name: str) -> str:
-    """What the command line says about another trainer's setting."""
+    """The message of the command line about another trainer's setting."""
     with pytest.raises(SettingError) as told:
         read_recipe(None, [f"{name}=8"])
     return str(told.value)

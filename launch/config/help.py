@@ -92,7 +92,7 @@ def setting_lines(section: str, kind: type) -> Iterator[str]:
 
 
 def _title(kind: type) -> str:
-    """What a section is about: its docstring without the name."""
+    """The subject of a section: its docstring without the name."""
     return (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
 
 

@@ -175,7 +175,7 @@ ELSEWHERE: Mapping[str, str] = {
     "val_before_train": "with eval.path there is always an evaluation before the first step",
     "val_only": "headrace eval evaluates a model without a run",
 }
-"""What takes the place of settings of TRL and verl that have none here."""
+"""The answer to each name of TRL and verl that has no setting here."""
 
 
 def name_hint(name: str) -> str:

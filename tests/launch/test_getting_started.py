@@ -14,6 +14,7 @@ import headrace
 PAGE = (ROOT / "docs" / "use" / "getting-started.md").read_text()
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILE = re.compile(r"`(\w+\.(?:jsonl|py|yaml))`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
+READING = re.compile(r"```python\n(import headrace\n.*?)```", re.DOTALL)
 COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 HEADRACE = "import sys; from headrace.launch.command import main; sys.exit(main())"
 SMALL = ["batch.prompts_per_step=2", "batch.samples_per_prompt=2", "eval.max_prompts=4", "optimizer.warmup_steps=0"]
@@ -56,6 +57,9 @@ def test_the_page_leads_from_three_files_to_a_model_that_is_evaluated_and_traine
     run = headrace.Run(home / "runs" / "sums")
     assert run.model == run.dir / "checkpoints" / "step_2" / "hf" and "checkpoints/step_60/hf" in PAGE
     assert (run.dir / "checkpoints" / "latest").exists() and run.evaluations()
+    (reading,) = READING.findall(PAGE)
+    read = subprocess.run([sys.executable, "-c", reading], cwd=home, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in read.stdout.splitlines()[:4]] == ["0.0"] * 4
     (line,) = evaluation
     assert "eval/held_out/avg@1" in follow(home, line, steps=2)
 
