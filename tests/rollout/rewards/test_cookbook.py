@@ -12,6 +12,7 @@ from support.source_tree import ROOT
 
 from headrace.comm.plugins import load_object
 from headrace.rollout.rewards.function import RewardFunction
+from headrace.rollout.rewards.sandbox import SandboxError
 
 PAGE = (ROOT / "docs" / "use" / "rewards.md").read_text()
 COOKBOOK = PAGE.partition("\n## Cookbook\n")[2].partition("\n## ")[0]
@@ -77,7 +78,11 @@ def test_the_shortest_right_response_of_each_prompt_gets_more(from_page: FromPag
 def test_code_gets_the_share_of_its_tests_that_pass(from_page: FromPage):
     code = "Here:\n```python\ndef double(n):\n    return n + 2\n```\n"
     batch = batch_of(code, "no code", tests=[["assert double(2) == 4", "assert double(3) == 6"]] * 2)
-    assert from_page("passed").score(batch).rewards == [0.5, 0.0]
+    try:
+        rewards = from_page("passed").score(batch).rewards
+    except SandboxError as error:
+        pytest.skip(f"this host starts no program of a policy: {error}")
+    assert rewards == [0.5, 0.0]
 
 
 def test_a_server_grades_and_its_absence_is_no_reward(from_page: FromPage, monkeypatch: pytest.MonkeyPatch):
