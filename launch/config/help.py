@@ -5,6 +5,7 @@
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -54,6 +55,8 @@ same list. `null` as a default means that the program chooses, or that the featu
 This page is generated from `comm/recipe/` by `python -m headrace.launch.config.help`.
 """
 
+_PAGE_NAME = re.compile(r"docs/use/([\w-]+)\.md")
+
 
 def usage() -> str:
     """The whole help page."""
@@ -76,7 +79,8 @@ def page() -> str:
         ]
         for key, text in field_docs(kind).items():
             default = show_value(entries[key].default)
-            cells = (f"`{section}.{key}`", describe(entries[key].type), f"`{default}`" if default else "empty", text)
+            meaning = _PAGE_NAME.sub(r"[\1](\1.md)", text)
+            cells = (f"`{section}.{key}`", describe(entries[key].type), f"`{default}`" if default else "empty", meaning)
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
