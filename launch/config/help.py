@@ -71,19 +71,21 @@ def page() -> str:
     lines = [_PAGE]
     for section, kind in sections():
         entries = {entry.name: entry for entry in kinds.type_info(kind).fields}  # pyright: ignore
-        lines += [
-            f"## `{section}`: {_title(kind).rstrip('.')}",
-            "",
-            "| setting | takes | default | meaning |",
-            "|---|---|---|---|",
-        ]
+        title = _linked(_title(kind).rstrip("."))
+        lines += [f"## `{section}`", "", f"{title[:1].upper()}{title[1:]}.", ""]
+        lines += ["| setting | takes | default | meaning |", "|---|---|---|---|"]
         for key, text in field_docs(kind).items():
             default = show_value(entries[key].default)
-            meaning = _PAGE_NAME.sub(r"[\1](\1.md)", text)
-            cells = (f"`{section}.{key}`", describe(entries[key].type), f"`{default}`" if default else "empty", meaning)
+            shown = f"`{default}`" if default else "empty"
+            cells = (f"`{section}.{key}`", describe(entries[key].type), shown, _linked(text))
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _linked(text: str) -> str:
+    """The text with links to the pages that it names, as from the folder of these pages."""
+    return _PAGE_NAME.sub(r"[\1](\1.md)", text)
 
 
 def setting_lines(section: str, kind: type) -> Iterator[str]:
