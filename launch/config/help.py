@@ -1,7 +1,12 @@
-"""`--help`: the usage of the program, and every setting with its default, type, bounds or choices, and meaning."""
+"""`--help`: the usage of the program, and every setting with its default, type, bounds or choices, and meaning.
+
+`python -m headrace.launch.config.help` prints docs/use/configuration.md, which has the same settings.
+"""
 
 import ast
 import inspect
+import re
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -40,6 +45,17 @@ The third form adds rollouts and relays of this host to a running job.
 
 Settings (of the recipe file, or as KEY=VALUE):
 """
+_PAGE = """\
+# Configuration
+
+All settings, with the values that each one takes, its default and its meaning. They are in the recipe file, in a section each, or
+`KEY=VALUE` words of the command line, such as `run.steps=200`. A word replaces the value of the file. `headrace run --help` prints the
+same list. `null` as a default means that the program chooses, or that the feature is off; the meaning says which.
+
+This page is generated from `comm/recipe/` by `python -m headrace.launch.config.help`.
+"""
+
+_PAGE_NAME = re.compile(r"docs/use/([\w-]+)\.md")
 
 
 def usage() -> str:
@@ -50,14 +66,40 @@ def usage() -> str:
     return "\n".join(lines)
 
 
+def page() -> str:
+    """All settings as a page of Markdown, with a table for each section."""
+    lines = [_PAGE]
+    for section, kind in sections():
+        entries = {entry.name: entry for entry in kinds.type_info(kind).fields}  # pyright: ignore
+        title = _linked(_title(kind).rstrip("."))
+        lines += [f"## `{section}`", "", f"{title[:1].upper()}{title[1:]}.", ""]
+        lines += ["| setting | takes | default | meaning |", "|---|---|---|---|"]
+        for key, text in field_docs(kind).items():
+            default = show_value(entries[key].default)
+            shown = f"`{default}`" if default else "empty"
+            cells = (f"`{section}.{key}`", describe(entries[key].type), shown, _linked(text))
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _linked(text: str) -> str:
+    """The text with links to the pages that it names, as from the folder of these pages."""
+    return _PAGE_NAME.sub(r"[\1](\1.md)", text)
+
+
 def setting_lines(section: str, kind: type) -> Iterator[str]:
     """A section's title, and each setting with its default, type and meaning."""
     entries = {entry.name: entry for entry in kinds.type_info(kind).fields}  # pyright: ignore
-    title = (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
-    yield f"{section}: {title}"
+    yield f"{section}: {_title(kind)}"
     for key, text in field_docs(kind).items():
         yield f"  {section}.{key}={show_value(entries[key].default)}  ({describe(entries[key].type)})"
         yield from textwrap.wrap(text, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _title(kind: type) -> str:
+    """The subject of a section: its docstring without the name."""
+    return (inspect.getdoc(kind) or "").splitlines()[0].partition(": ")[2]
 
 
 def field_docs(kind: type) -> dict[str, str]:
@@ -71,3 +113,7 @@ def field_docs(kind: type) -> dict[str, str]:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     docs[field_node.target.id] = " ".join(text.split())
     return docs
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -147,7 +147,7 @@ def refuse_unknown(layer: Mapping[str, Any], origin: str = "") -> None:
             if name not in known:
                 if hint := name_hint(whole := _whole_name(name, named.get(name, values))):
                     raise SettingError(f"{origin}unknown setting {whole!r}{hint}")
-                raise SettingError(f"{origin}unknown setting {name!r}{_nearest(name)}")
+                raise SettingError(f"{origin}unknown setting {whole!r}{_nearest(whole)}")
             if isinstance(named[name], dict) and kinds.DictType not in map(type, members_of(known[name].type)):
                 raise SettingError(f"{origin}{name} is one value and has no settings of its own")
 

@@ -16,7 +16,7 @@ from ..config.values import members_of
 
 _LIKE_TRL = """adam_beta1 adam_beta2 beta delta epsilon_high eval_steps gradient_checkpointing learning_rate lora_alpha lora_r
     lora_target_modules lr_scheduler_type mask_truncated_completions max_completion_length max_steps model_name_or_path
-    num_generations output_dir reward_funcs reward_weights save_steps save_total_limit vllm_importance_sampling_cap
+    num_generations num_generations_eval output_dir reward_funcs reward_weights save_steps save_total_limit shuffle_dataset vllm_importance_sampling_cap
     vllm_importance_sampling_mode"""
 """TRL's settings that mean the same as those which `peer_names` gives for them, value by value."""
 _FROM_PEERS = {

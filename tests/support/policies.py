@@ -114,6 +114,16 @@ def tiny_policy(folder, family="llama", seed=0, **changes) -> Path:
     return path
 
 
+def policy_with_template(folder: Path) -> None:
+    """Make a small policy in `folder` whose tokenizer has a chat template, as an instruct model has."""
+    folder.parent.mkdir(parents=True)
+    path = tiny_policy(folder.parent, "llama")
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    tokenizer.save_pretrained(path)
+    path.rename(folder)
+
+
 def random_prompts(count, longest, seed=0) -> list[list[int]]:
     """Prompts of mixed lengths 1 to `longest`, of ordinary tokens."""
     generator = torch.Generator().manual_seed(seed)

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from support.job import descendants_of
 from support.notebook import Notebook
-from support.policies import tiny_policy
+from support.policies import policy_with_template
 from support.source_tree import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.launch.config.load import read_recipe
@@ -36,12 +36,7 @@ SMALL: dict[str, Any] = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small policy under the name of README's."""
     folder = tmp_path_factory.mktemp("a user")
-    path = tiny_policy(folder, "llama")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    tokenizer.save_pretrained(path)
-    (folder / POLICY).parent.mkdir()
-    path.rename(folder / POLICY)
+    policy_with_template(folder / POLICY)
     return folder
 
 

@@ -83,7 +83,7 @@ def test_a_setting_of_trl_with_other_units_or_words_is_translated(settings: dict
         ({"num_train_epochs": 2}, "unknown setting 'num_train_epochs'; TRL's num_train_epochs is run.steps"),
         ({"bf16": True}, "unknown setting 'bf16'; TRL's bf16 is model.dtype"),
         ({"trainer.lr": 1}, "unknown setting 'trainer.lr'; the nearest is 'optimizer.lr'"),
-        ({"critic.optim.lr": 1}, "unknown setting 'critic.optim.lr'; verl's optim.lr is optimizer.lr"),
+        ({"critic.optim.lr": 1}, "unknown setting 'critic.optim.lr'; verl's critic.optim.lr is critic.lr"),
         ({"trainer": {"total_epochs": 1}}, "unknown setting 'trainer.total_epochs'; verl's total_epochs is run.steps"),
         ({"max_step": 3}, "unknown setting 'max_step'; --help lists all settings"),
         ({"loss_type": "sapo"}, "algorithm.loss_agg=sapo is not allowed; it takes one of seq-mean-token-mean"),
