@@ -67,7 +67,7 @@ def write_streamed(rows: list[StreamedRow], storage: ReplicatedRows) -> RowsStre
 
 @dataclass(slots=True)
 class _Streamed:
-    """What the storage units have of an unfinished response, as this attempt: its first tokens, and its turns."""
+    """The part of an unfinished response that the storage units have, as this attempt: its first tokens, and its turns."""
 
     held: LeasedRow
     attempt: int

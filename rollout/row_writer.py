@@ -35,7 +35,7 @@ class FinishedRow:
 
     held: "LeasedRow"
     response: str | list[dict[str, Any]] = ""
-    """What the reward functions get: text, or the messages of several turns."""
+    """For the reward functions: text, or the messages of several turns."""
     reward: float | None = None
     failure: str = ""
     info: dict[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from .base import GroupId, Message, RowId
 class RequestRows(Message, frozen=True):
     """A consumer asks for rows of the first of `tasks` that has some. Repeated with the same id until answered.
 
-    One that `is_overdue` is answered at once, with `NoRowsYet` if there are no rows.
+    A request that `is_overdue` is answered at once; without rows the answer is `NoRowsYet`.
 
     Of `train` it gets groups of `step` beyond the first `received`. Of another task it gets rows of up to `max_tokens`, which
     is a micro-batch for each of its ranks. It lists its `open_batches`, each by task and number; the hub repeats one that is not

@@ -18,7 +18,7 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds without a heartbeat after which a process counts as dead; the end of its connection counts at once."""
     deadline_s: Annotated[float, Meta(ge=0.1, le=MAX_SECONDS)] = 300.0
     """Longest blocking wait in seconds. A longer one ends the run with a message that names both sides. The trainer's wait for groups
-    begins anew with each answer of the hub."""
+    starts again with each answer of the hub."""
     tls: bool = False
     """Encrypt connections and messages between processes (extra `tls`); keys are made for each start of the run."""
     link: Literal["auto", "shm", "tcp", "nccl"] = "auto"

@@ -26,7 +26,7 @@ class Arguments:
     num_tried: str | None = None
     """Rows of the data to try without a run, as it is written."""
     response: str | None = None
-    """What is scored then instead of a row's own answer."""
+    """The text to score then in place of a row's own answer."""
     with_trace: bool = False
     """The run keeps its traces when it has finished."""
     hosts: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Arguments:
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Arguments":
         """Sort the words; raises `SettingError` for an option that does not exist. `--help` prints the page."""
-        # `--try RECIPE`: the recipe is no number of rows
+        # In `--try RECIPE` the recipe would be taken for the number of rows
         given = _parser().parse_intermixed_args(["--try=1" if word == "--try" else word for word in words])
         if given.settings and not given.dry_run:
             raise SettingError("--settings: only with --dry-run; of a run, config.yaml has all settings")

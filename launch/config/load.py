@@ -132,7 +132,7 @@ def _parse(word: str) -> Mapping[str, Any]:
 
 
 def refuse_unknown(layer: Mapping[str, Any], origin: str = "") -> None:
-    """Raise `SettingError`, which begins with `origin`, if a layer has a name that is no setting."""
+    """Raise `SettingError`, which begins with `origin`, if a layer has an unknown name."""
     known = known_settings()
     firsts = {name.partition(".")[0]: name for name in reversed([*known])}
     for section, values in layer.items():

@@ -139,7 +139,7 @@ class SourceFile:
                     self._imports[f"import {inner}"] = None
 
     def _literal(self, value: Any) -> str | None:
-        """The source of a constant; None if it is none."""
+        """The source of a constant; None for any other value."""
         if isinstance(value, re.Pattern):
             self._imports["import re"] = None
             return f"re.compile({value.pattern!r}, {value.flags})"

@@ -124,7 +124,7 @@ class ToolEnvironment:
         try:
             by_name = isinstance(arguments, dict)
             result = await (call(tool, **arguments) if by_name else call(tool, *arguments))
-        except HeadraceError:  # such as a host without a sandbox, which is no mistake of the policy's
+        except HeadraceError:  # such as a host without a sandbox: the policy has made no mistake
             raise
         except Exception as error:  # noqa: BLE001 - the policy learns from the errors of its calls
             return json.dumps({"error": f"{type(error).__name__}: {error}"}, ensure_ascii=False)

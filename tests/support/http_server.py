@@ -14,7 +14,7 @@ Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 
 @dataclass
 class Served:
-    """What a server was asked, in order."""
+    """The requests to a server, in order."""
 
     url: str = ""
     paths: list[str] = field(default_factory=list)

@@ -31,13 +31,13 @@ class WrittenNotebook(Notebook):
         self._inputs = PythonInputs(folder)
 
     def path_of(self, name: str) -> str:
-        """What the recipe says for an object of the notebook; its file is written."""
+        """The recipe's words for an object of the notebook; its file is written."""
         found = self._inputs.settings({"reward.path": self.names[name]})["reward.path"]
         self._inputs.write()
         return found
 
     def result(self, name: str, *arguments: object) -> str:
-        """What the function returns in another process, which starts in another folder."""
+        """The function's result in another process, which starts in another folder."""
         file, _, function = self.path_of(name).rpartition(":")
         code = f"import runpy; print(runpy.run_path({file!r})[{function!r}](*{arguments!r}))"
         done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
