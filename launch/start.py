@@ -11,7 +11,7 @@ from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .config.arguments import Arguments
-from .config.device_defaults import with_device_defaults
+from .config.device_defaults import changed_type, with_device_defaults
 from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
@@ -74,7 +74,10 @@ def start(arguments: Arguments) -> int:
         with sleeping_threads():
             from ..trainer.replay_run import replay_steps
 
-            return 1 if replay_steps(with_device_defaults(recipe, Gpus.of_this_host())) else 0
+            recipe = with_device_defaults(recipe, Gpus.of_this_host())
+            for line in changed_type(recipe):
+                print_message(line)
+            return 1 if replay_steps(recipe) else 0
     code = _launch(recipe, hosts, file, overrides, with_trace=arguments.with_trace)
     if code == 0:
         parts.show_result(file, recipe)
