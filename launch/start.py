@@ -50,7 +50,8 @@ def start(arguments: Arguments) -> int:
     hosts = Hosts.of(arguments.hosts)
     file = None if arguments.recipe is None else find_recipe(arguments.recipe)
     if arguments.join:
-        if arguments.is_dry_run or arguments.hosts:
+        is_tried = arguments.num_tried is not None
+        if arguments.is_dry_run or arguments.hosts or is_tried or arguments.with_trace:
             raise SettingError("join: the other options are not for a host that joins a run; leave them out")
         return join_run(arguments.join, file, list(arguments.overrides))
     if arguments.num_tried is not None:

@@ -257,6 +257,8 @@ def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: P
         (["--gpus=8x80"], "--gpus: only with --dry-run"),
         (["join=x", "--dry-run"], "join: the other options are not for a host that joins"),
         (["join=x", "--nnodes=2", "--master-addr=h"], "join: the other options are not for a host that joins"),
+        (["join=x", "--try"], "join: the other options are not for a host that joins"),
+        (["join=x", "--trace"], "join: the other options are not for a host that joins"),
         (["join=x"], "has no effect; all settings except roles.rollout and roles.relay come from the run's recipe"),
         (["run.mode=replay"], "has no metrics.jsonl; run.mode=replay needs the folder of a run"),
     ],
