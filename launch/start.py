@@ -50,10 +50,7 @@ def start(arguments: Arguments) -> int:
     hosts = Hosts.of(arguments.hosts)
     file = None if arguments.recipe is None else find_recipe(arguments.recipe)
     if arguments.join:
-        is_tried = arguments.num_tried is not None
-        if arguments.is_dry_run or arguments.hosts or is_tried or arguments.with_trace:
-            raise SettingError("join: the other options are not for a host that joins a run; leave them out")
-        return join_run(arguments.join, file, list(arguments.overrides))
+        return _join(arguments, file)
     if arguments.num_tried is not None:
         return _try(arguments, file)
     dry_run = _dry_run(arguments)
@@ -72,17 +69,30 @@ def start(arguments: Arguments) -> int:
             print_message(f"warning: {warning}")
         return 0
     if recipe.run.mode == "replay":
-        with sleeping_threads():
-            from ..trainer.replay_run import replay_steps
-
-            recipe = with_device_defaults(recipe, Gpus.of_this_host())
-            for line in changed_type(recipe):
-                print_message(line)
-            return 1 if replay_steps(recipe) else 0
+        return _replay(recipe)
     code = _launch(recipe, hosts, file, overrides, with_trace=arguments.with_trace)
     if code == 0:
         parts.show_result(file, recipe)
     return code
+
+
+def _join(arguments: Arguments, file: str | None) -> int:
+    """Join a running job with this host; returns the exit code."""
+    is_tried = arguments.num_tried is not None
+    if arguments.is_dry_run or arguments.hosts or is_tried or arguments.with_trace:
+        raise SettingError("join: the other options are not for a host that joins a run; leave them out")
+    return join_run(arguments.join, file, list(arguments.overrides))
+
+
+def _replay(recipe: Recipe) -> int:
+    """Train the steps of a run again; returns the exit code."""
+    with sleeping_threads():
+        from ..trainer.replay_run import replay_steps
+
+        recipe = with_device_defaults(recipe, Gpus.of_this_host())
+        for line in changed_type(recipe):
+            print_message(line)
+        return 1 if replay_steps(recipe) else 0
 
 
 def _try(arguments: Arguments, file: str | None) -> int:

@@ -25,7 +25,9 @@ def test_a_host_joins_from_the_folder_in_which_the_run_was_started(tmp_path: Pat
     check_joining(recipe, "runs/j", ROLLOUT)
     check_joining(recipe, str(here / "runs" / "j"), ROLLOUT)
     monkeypatch.chdir(elsewhere)
-    with pytest.raises(SettingError, match=r"^join: .* run\.dir=runs/j; join it from that folder, not from .*elsewhere$"):
+    with pytest.raises(
+        SettingError, match=r"^join: .* run\.dir=runs/j; join it from that folder, not from .*elsewhere$"
+    ):
         check_joining(recipe, "../a b/runs/j", ROLLOUT)
     assert not [*elsewhere.iterdir()]
 
