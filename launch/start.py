@@ -10,6 +10,7 @@ from ..comm.disk import say
 from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
+from .command_line import flush_or_drop
 from .config.arguments import Arguments
 from .config.device_defaults import changed_type, with_device_defaults
 from .config.dry_run import DryRun
@@ -158,6 +159,7 @@ def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool,
     summary = print_summary(run_dir, with_trace=with_trace) if is_first else read_summary(run_dir)
     if is_first and summary is not None:
         write_cards(summary)
+    flush_or_drop()
     if torchrun.received:
         return 128 + torchrun.received
     if summary is None:

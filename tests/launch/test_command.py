@@ -94,6 +94,41 @@ def test_a_reader_that_leaves_early_sees_no_traceback():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_no_mistake_in_a_setting(unbuffered: str):
+    command = [sys.executable, "-m", "headrace", "run", "--list"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
+        )
+    assert done.returncode in (1, 2) and done.stderr.count("\n") == 1
+    assert "the output" in done.stderr and "No space left on device" in done.stderr and "is full" not in done.stderr
+
+
+def test_the_exit_code_of_a_run_counts_even_if_its_reader_has_left(tmp_path: Path):
+    (tmp_path / "summary.json").write_text('{"status": "finished", "exit_code": 0}')
+    program = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from headrace.comm.disk import say
+from headrace.launch.command_line import exit_code
+from headrace.launch.start import _end_of_run
+def run():
+    say("a line")
+    torchrun = SimpleNamespace(lost_folder="", received=0)
+    return _end_of_run(Path(sys.argv[1]), torchrun, 0, is_first=True, with_trace=False)
+sys.exit(exit_code(run))
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_wrong_option_under_torchrun_is_one_line_of_the_first_rank():
     """`refuse_start` also ends torchrun, before it prints a page of its own (test_agent.py)."""
     for rank, line in (("0", "headrace: error: unknown option --dryrun, the nearest is --dry-run"), ("1", "")):
