@@ -61,7 +61,7 @@ def start(arguments: Arguments) -> int:
         return 0
     if dry_run is None and recipe.run.mode == "train":
         _say_what_starts(file, recipe)
-    made = parts.add(file, recipe, is_dry_run=arguments.is_dry_run)
+    made = parts.add(file, recipe, () if arguments.is_dry_run else parts.MADE)
     overrides = [*arguments.overrides, *made.settings]
     recipe = _read_here(file, overrides, hosts)
     if dry_run is not None:
@@ -104,8 +104,11 @@ def _try(arguments: Arguments, file: str | None) -> int:
 
     trial = Trial.of(arguments.num_tried or "", arguments.response)
     recipe = read_recipe(file, arguments.overrides)
-    made = parts.add(file, recipe, is_dry_run=False)
-    return trial.run(read_recipe(file, [*arguments.overrides, *made.settings]))
+    made = parts.add(file, recipe, ["data.path"])
+    # To train or fetch a policy takes minutes. Without one the prompt is shown as in the data.
+    without = "model.path=" if "model.path" in made.unmade else "?"
+    settings = [word for word in made.settings if not word.startswith(without)]
+    return trial.run(read_recipe(file, [*arguments.overrides, *settings]))
 
 
 def _say_what_starts(file: str | None, recipe: Recipe) -> None:
