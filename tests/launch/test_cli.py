@@ -13,6 +13,8 @@ from support.policies import tiny_policy
 
 from headrace.comm.recipe import RunSettings
 from headrace.launch.config.checks.recipe import check_recipe, check_run_folder
+from headrace.launch.config.device_defaults import multiplies_bfloat16
+from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.warm_up import WARM_UP
 from headrace.launch.processes.secret import SECRET_FILE
@@ -191,6 +193,15 @@ def test_a_rate_that_ruins_a_large_policy_is_a_warning_unless_an_adapter_is_trai
         (path / "config.json").write_text(json.dumps(config | {"hidden_size": hidden, "intermediate_size": hidden}))
         assert main([*as_words(words | {"model.path": str(path)}), f"optimizer.lr={rate}", "--dry-run"]) == 0
         assert ("optimizer.lr=0.0003 is high for all " in capsys.readouterr().err) is is_warned
+
+
+def test_a_dry_run_warns_of_a_type_that_is_slow_here_as_a_start_does(words, tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "cpuinfo").write_text("flags : avx2\n")
+    monkeypatch.setattr(multiplies_bfloat16, "__defaults__", (tmp_path / "cpuinfo",))
+    monkeypatch.setattr(Gpus, "of_this_host", Gpus)
+    for dtype in ("float32", "bfloat16"):
+        assert main([*as_words(words), f"model.dtype={dtype}", "--dry-run"]) == 0
+        assert ("model.dtype=bfloat16 is several times slower" in capsys.readouterr().err) is (dtype == "bfloat16")
 
 
 def test_a_dry_run_prints_the_plan_without_torch_and_starts_nothing(words, run_dir: Path):
