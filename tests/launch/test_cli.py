@@ -195,6 +195,19 @@ def test_a_rate_that_ruins_a_large_policy_is_a_warning_unless_an_adapter_is_trai
         assert ("optimizer.lr=0.0003 is high for all " in capsys.readouterr().err) is is_warned
 
 
+def test_a_file_that_hides_a_module_of_python_is_refused(words, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("os.py", "time.py", "mine.py", "turtle.py"):  # loaded before the folder counts, or not at all
+        (tmp_path / name).touch()
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    assert main([*as_words(words), "--dry-run"]) == 0
+    (tmp_path / "random.py").touch()
+    assert main([*as_words(words), "--dry-run"]) == 2
+    assert "random.py in the present folder would be imported in place of" in capsys.readouterr().err
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert main([*as_words(words), "--dry-run"]) == 0
+
+
 def test_a_dry_run_warns_of_a_type_that_is_slow_here_as_a_start_does(words, tmp_path: Path, monkeypatch, capsys):
     (tmp_path / "cpuinfo").write_text("flags : avx2\n")
     monkeypatch.setattr(multiplies_bfloat16, "__defaults__", (tmp_path / "cpuinfo",))
