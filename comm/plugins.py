@@ -17,7 +17,8 @@ _lock = threading.RLock()  # a file may load another one
 
 
 def load_object(setting: str, path: str) -> Any:
-    """The object at `path`; raises `SettingError` if it does not exist, and passes on the errors of the user's own code.
+    """The object at `path`; raises `SettingError` if it does not exist or its file ends the program, and passes on the errors of
+    the user's own code.
 
     A file is executed once per process. It may import modules of its own folder.
     """
@@ -28,6 +29,10 @@ def load_object(setting: str, path: str) -> Any:
         if error.name is None or not f"{home}.".startswith(f"{error.name}."):
             raise
         raise SettingError(f"{setting}: no module {home}") from error
+    except SystemExit as error:  # it would end this process without a word
+        raise SettingError(
+            f"{setting}: {home} cannot be loaded: it calls sys.exit, which belongs below `if __name__ == '__main__':`"
+        ) from error
     if not hasattr(module, name):
         raise SettingError(f"{setting}: {home} has no {name}")
     return getattr(module, name)

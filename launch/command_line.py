@@ -5,6 +5,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,7 +46,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Called after a page was printed."""
-        sys.stdout.flush()
+        with suppress(OSError):  # `exit_code` tells it
+            sys.stdout.flush()
         raise HelpPrinted
 
 
@@ -62,12 +64,9 @@ def exit_code(command: Callable[[], int | None]) -> int:
     A reader that has closed the pipe, such as `head`, ends the command with 141, as it ends other programs.
     """
     try:
-        code = command() or 0
-        sys.stdout.flush()
-    except HelpPrinted:
-        return 0
+        code = _code_of(command)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
+        flush_or_drop()
         return 141
     except HeadraceError as error:
         _tell(str(error))
@@ -77,11 +76,38 @@ def exit_code(command: Callable[[], int | None]) -> int:
 
         if not is_unwritable(error):
             raise
-        _tell(f"{describe_unwritable(Path(error.filename or '.'))}; {REMEDY}, or set another run.dir")
+        if error.filename is None:
+            _tell(f"{error.strerror}: the output or a file of run.dir cannot be written")
+        else:
+            _tell(f"{describe_unwritable(Path(error.filename))}; {REMEDY}, or set another run.dir")
         return 2
     except KeyboardInterrupt:
         return 130
-    return code
+    lost = flush_or_drop()
+    if isinstance(lost, BrokenPipeError):
+        return 141
+    if lost is not None:
+        _tell(f"the output cannot be written: {lost.strerror}")
+    return code if lost is None else code or 1
+
+
+def flush_or_drop() -> OSError | None:
+    """Flush the output. If that fails, no output has an effect any more; returns the reason.
+
+    A run calls it at its end, so that its exit code says how it ended and not whether its output was read.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
+        return error
+    return None
+
+
+def _code_of(command: Callable[[], int | None]) -> int:
+    with suppress(HelpPrinted):
+        return command() or 0
+    return 0
 
 
 def _tell(text: str) -> None:

@@ -16,6 +16,7 @@ from ..comm.recipe import Recipe, RunSettings
 from ..relay.checkpoints import CheckpointFolder
 from ..relay.journal.evaluations import EVALUATIONS_FILE
 from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after, steps_in
+from .config.device_defaults import changed_type
 from .config.load import read_recipe
 from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, METRICS_FILE, SUMMARY_FILE, read_summary
 
@@ -104,7 +105,8 @@ def choose_point(recipe: Recipe) -> ResumePoint:
             f"run.resume: the {known.num_trained} steps of the run in {run_dir} cannot be rebuilt. No checkpoint can be used:"
             f" {reasons}. Nor can all steps be trained again: {problem}. {_WAYS_OUT}"
         )
-    return ResumePoint(step, checkpoint, [*_told(folder, step, checkpoint, known, problems, problem, changed)])
+    lines = [*_told(folder, step, checkpoint, known, problems, problem, changed), *changed_type(recipe)]
+    return ResumePoint(step, checkpoint, lines)
 
 
 _WAYS_OUT = "Set run.resume=restart to start at step 1 and keep these files under other names, or set another run.dir"
@@ -162,9 +164,10 @@ def _told(
     yield f"run.resume=auto: the run continues after step {step}{start}{again}"
     if step < last:
         yield f"run.resume=auto: {_steps(step + 1, last)} given up, since {problem}; their files are kept under other names"
-    others = [name for name in changed if not name.startswith("model.path")]
-    if again and others:
-        yield f"warning: steps are trained again with other settings than in the previous run: {', '.join(others)}"
+    others = [name for name in changed if name not in ("model.path", "model.dtype")]  # the type has a line of its own
+    if others:
+        what = "steps are trained again" if again else "the run continues"
+        yield f"warning: {what} with other settings than in the previous run: {', '.join(others)}"
 
 
 def _steps(first: int, last: int) -> str:

@@ -10,8 +10,9 @@ from ..comm.disk import say
 from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
+from .command_line import flush_or_drop
 from .config.arguments import Arguments
-from .config.device_defaults import with_device_defaults
+from .config.device_defaults import changed_type, with_device_defaults
 from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
@@ -50,9 +51,7 @@ def start(arguments: Arguments) -> int:
     hosts = Hosts.of(arguments.hosts)
     file = None if arguments.recipe is None else find_recipe(arguments.recipe)
     if arguments.join:
-        if arguments.is_dry_run or arguments.hosts:
-            raise SettingError("join: the other options are not for a host that joins a run; leave them out")
-        return join_run(arguments.join, file, list(arguments.overrides))
+        return _join(arguments, file)
     if arguments.num_tried is not None:
         return _try(arguments, file)
     dry_run = _dry_run(arguments)
@@ -62,7 +61,7 @@ def start(arguments: Arguments) -> int:
         return 0
     if dry_run is None and recipe.run.mode == "train":
         _say_what_starts(file, recipe)
-    made = parts.add(file, recipe, is_dry_run=arguments.is_dry_run)
+    made = parts.add(file, recipe, () if arguments.is_dry_run else parts.MADE)
     overrides = [*arguments.overrides, *made.settings]
     recipe = _read_here(file, overrides, hosts)
     if dry_run is not None:
@@ -71,14 +70,30 @@ def start(arguments: Arguments) -> int:
             print_message(f"warning: {warning}")
         return 0
     if recipe.run.mode == "replay":
-        with sleeping_threads():
-            from ..trainer.replay_run import replay_steps
-
-            return 1 if replay_steps(with_device_defaults(recipe, Gpus.of_this_host())) else 0
+        return _replay(recipe)
     code = _launch(recipe, hosts, file, overrides, with_trace=arguments.with_trace)
     if code == 0:
         parts.show_result(file, recipe)
     return code
+
+
+def _join(arguments: Arguments, file: str | None) -> int:
+    """Join a running job with this host; returns the exit code."""
+    is_tried = arguments.num_tried is not None
+    if arguments.is_dry_run or arguments.hosts or is_tried or arguments.with_trace:
+        raise SettingError("join: the other options are not for a host that joins a run; leave them out")
+    return join_run(arguments.join, file, list(arguments.overrides))
+
+
+def _replay(recipe: Recipe) -> int:
+    """Train the steps of a run again; returns the exit code."""
+    with sleeping_threads():
+        from ..trainer.replay_run import replay_steps
+
+        recipe = with_device_defaults(recipe, Gpus.of_this_host())
+        for line in changed_type(recipe):
+            print_message(line)
+        return 1 if replay_steps(recipe) else 0
 
 
 def _try(arguments: Arguments, file: str | None) -> int:
@@ -89,8 +104,11 @@ def _try(arguments: Arguments, file: str | None) -> int:
 
     trial = Trial.of(arguments.num_tried or "", arguments.response)
     recipe = read_recipe(file, arguments.overrides)
-    made = parts.add(file, recipe, is_dry_run=False)
-    return trial.run(read_recipe(file, [*arguments.overrides, *made.settings]))
+    made = parts.add(file, recipe, ["data.path"])
+    # To train or fetch a policy takes minutes. Without one the prompt is shown as in the data.
+    without = "model.path=" if "model.path" in made.unmade else "?"
+    settings = [word for word in made.settings if not word.startswith(without)]
+    return trial.run(read_recipe(file, [*arguments.overrides, *settings]))
 
 
 def _say_what_starts(file: str | None, recipe: Recipe) -> None:
@@ -144,6 +162,7 @@ def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool,
     summary = print_summary(run_dir, with_trace=with_trace) if is_first else read_summary(run_dir)
     if is_first and summary is not None:
         write_cards(summary)
+    flush_or_drop()
     if torchrun.received:
         return 128 + torchrun.received
     if summary is None:

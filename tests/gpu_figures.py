@@ -111,7 +111,7 @@ def policy_of(size: str, scratch: Path) -> Path:
 
 def policies(folder: Path) -> None:
     """The policies of all parts, the quickstart's included."""
-    missing_parts(read_recipe(QUICKSTART, []), is_dry_run=False)
+    missing_parts(read_recipe(QUICKSTART, []))
     for size in SIZES:
         policy_of(size, folder)
 

@@ -39,6 +39,10 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     resume: Literal["never", "auto", "restart"] = "never"
     """`never` refuses a folder with a run; `auto` continues it after its last step; `restart` starts at step 1 and keeps its files aside."""
 
+    def __post_init__(self) -> None:
+        if self.dir.startswith("~"):  # no shell replaces it within a word, and a folder of this name would be made
+            raise SettingError(f"run.dir={self.dir}: ~ is not replaced here; write the home folder, or ./{self.dir}")
+
 
 class RoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`roles.*`: the number of ranks of each role; torchrun starts their sum."""

@@ -1,5 +1,7 @@
 """The words of `headrace run`, sorted."""
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +39,8 @@ class Arguments:
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Arguments":
         """Sort the words; raises `SettingError` for an option that does not exist. `--help` prints the page."""
+        if number := next((n for word, n in itertools.pairwise(words) if word == "--try" and n.isdecimal()), ""):
+            raise SettingError(f"--try {number}: write --try={number}")
         # In `--try RECIPE` the recipe would be taken for the number of rows
         given = _parser().parse_intermixed_args(["--try=1" if word == "--try" else word for word in words])
         if given.settings and not given.dry_run:
@@ -47,7 +51,7 @@ class Arguments:
             raise SettingError("--response: only with --try")
         join = [word for word in given.words if word.startswith("join=")]
         others = [word for word in given.words if word not in join]
-        recipe = next((word for word in others if "=" not in word), None)
+        recipe = next((word for word in others if not is_setting(word)), None)
         if recipe is not None:
             others.remove(recipe)
         options = {name: getattr(given, name.replace("-", "_")) for name in _HOST_OPTIONS}
@@ -64,6 +68,11 @@ class Arguments:
             {name: text for name, text in options.items() if text is not None},
             join[-1].removeprefix("join=") if join else "",
         )
+
+
+def is_setting(word: str) -> bool:
+    """Whether a word is `KEY=VALUE`: a folder may be called `lr=1e-5`, and a recipe be in it."""
+    return "=" in word and "/" not in word.partition("=")[0] and not os.path.exists(word)
 
 
 def _parser() -> CommandParser:

@@ -15,7 +15,7 @@ from ...comm.recipe import Recipe
 from ...trainer.policy.checkpoint_files import CONFIG, find_checkpoint
 from ..placement import place_ranks
 from .gpus import Gpus
-from .load import read_recipe
+from .load import saved_values
 from .memory_plan import MemoryPlan
 from .model_files import read_config
 from .run_folder import CONFIG_FILE
@@ -41,6 +41,16 @@ def with_device_defaults(recipe: Recipe, gpus: Gpus) -> Recipe:
         model=structs.replace(recipe.model, dtype=chosen),
         optimizer=structs.replace(recipe.optimizer, micro_tokens=micro_tokens),
     )
+
+
+def changed_type(recipe: Recipe) -> Iterator[str]:
+    """A warning if the run that this recipe continues or repeats has computed in another type."""
+    before = _type_of_run(recipe)
+    if before is not None and recipe.model.compute_type != before:
+        yield (
+            f"warning: model.dtype={recipe.model.compute_type}: the steps in {recipe.run.dir} were trained with {before}; a replay"
+            " of steps with another type than theirs gives other numbers"
+        )
 
 
 def with_slots(recipe: Recipe, gpus: Gpus, hosts: Sequence[int] = ()) -> Recipe:
@@ -80,10 +90,11 @@ def _type_of_devices(gpus: Gpus) -> Literal["float32", "bfloat16"]:
 
 
 def _type_of_run(recipe: Recipe) -> Literal["float32", "bfloat16"] | None:
-    """The type of the run that this recipe continues or repeats; None without one."""
+    """The type of the run that this recipe continues or repeats; None without one.
+
+    It is read alone: another version of the program may have written settings that are unknown here.
+    """
     if recipe.run.resume != "auto" and recipe.run.mode != "replay":
         return None
-    try:
-        return read_recipe(Path(recipe.run.dir) / CONFIG_FILE).model.dtype
-    except SettingError:  # the file is missing, or another version of the program wrote it
-        return None
+    dtype = saved_values(Path(recipe.run.dir) / CONFIG_FILE, "model").get("dtype")
+    return dtype if dtype in ("float32", "bfloat16") else None

@@ -47,7 +47,7 @@ class DryRun:
         sys.stdout.flush()
         sys.stdout.write("".join(f"{line}\n" for line in start_lines(recipe)))
         if self.gpus is None:
-            warnings = check_recipe(recipe, unmade=self.unmade)
+            warnings = [*check_recipe(recipe, unmade=self.unmade), *_of_processors(recipe, self._present)]
             if recipe.run.resume == "auto" and recipe.run.mode == "train":
                 from ..resume import choose_point, finished_after
 
@@ -100,10 +100,7 @@ def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
     """
     places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
     gpus = Gpus.of_this_host()
-    cores = cores_of(recipe, [place.role for place in places], has_gpus=bool(gpus.names))
-    warnings = [*ignored_threads(cores)]
-    if not gpus.names and not recipe.is_emulated:
-        warnings += slow_type(recipe.model.compute_type)
+    warnings = _of_processors(recipe, gpus)
     try:
         config = read_config(find_checkpoint(recipe.model.path))
         plan = MemoryPlan(recipe, config, places, gpus, longest_prompt(recipe))
@@ -113,6 +110,15 @@ def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
     if refused:
         raise SettingError("; ".join(refused))
     return [*warnings, *on_host], plan.of_processes()
+
+
+def _of_processors(recipe: Recipe, gpus: Gpus) -> list[str]:
+    """Warnings about the threads of this host, and about a type that is slow on it."""
+    roles = [place.role for place in place_ranks(recipe.roles, tp=recipe.rollout.tp)]
+    warnings = [*ignored_threads(cores_of(recipe, roles, has_gpus=bool(gpus.names)))]
+    if not gpus.names and not recipe.is_emulated:
+        warnings += slow_type(recipe.model.compute_type)
+    return warnings
 
 
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:

@@ -41,7 +41,7 @@ usage: headrace run RECIPE.yaml|NAME [KEY=VALUE ...] [--dry-run [--settings] | -
 
 The first form checks the recipe and starts torchrun with as many ranks as `roles` asks for. It exits with 0 when the run
 is finished, 2 for a mistake in the recipe or its files, 130 after Ctrl-C, 143 after SIGTERM, and 1 when the run failed.
-The third form adds rollouts and relays of this host to a running job.
+The fourth form adds rollouts and relays of this host to a running job.
 
 Settings (of the recipe file, or as KEY=VALUE):
 """

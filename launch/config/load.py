@@ -38,6 +38,15 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     return from_checkpoint(_merge([*layers, *(("", _parse(word)) for word in overrides)]))
 
 
+def saved_values(path: Path, section: str) -> Mapping[str, Any]:
+    """The values of a section of a saved recipe, unchecked; none if it cannot be read or does not have the section."""
+    try:
+        values = _load(path).get(section)
+    except SettingError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
 def parse_recipe(text: str) -> Recipe:
     """The recipe of a saved one's text; raises `SettingError`."""
     return _merge([("", _sections(text, "the run's recipe"))])

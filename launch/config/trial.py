@@ -215,10 +215,10 @@ def _tokenizer(recipe: Recipe) -> Any:
     """The policy's tokenizer, None without `model.path`."""
     if not recipe.model.path:
         return None
-    from ...trainer.policy.checkpoint_files import find_checkpoint
+    from ...trainer.policy.checkpoint_files import WITHOUT_WEIGHTS, find_checkpoint
     from ...trainer.policy.model import load_tokenizer
 
-    return load_tokenizer(find_checkpoint(recipe.model.path))
+    return load_tokenizer(find_checkpoint(recipe.model.path, WITHOUT_WEIGHTS))
 
 
 def _answer_of(row: Mapping[str, Any], response: str | None) -> tuple[str, str]:
@@ -281,10 +281,12 @@ def _awaited(
 ) -> float:
     """Make a call; returns its seconds, without those of the start of its process."""
     began = time.monotonic()
+    has_started = False
 
     def is_over() -> bool:
-        nonlocal began
-        if not pool.is_ready:
+        nonlocal began, has_started
+        has_started = has_started or pool.is_ready  # it is not ready either once a call has ended it
+        if not has_started:
             began = time.monotonic()
         return is_done()
 

@@ -70,6 +70,8 @@ class Hosts:
             else:
                 values[name] = text if name == "master_addr" else int(text)
         hosts = cls(**values)  # pyright: ignore[reportArgumentType]
+        if hosts.master_addr and "nnodes" not in options:  # each host would train alone
+            raise SettingError(f"--master-addr={hosts.master_addr} needs --nnodes, the number of hosts")
         if hosts.nnodes > 1 and not hosts.master_addr:
             raise SettingError(f"--nnodes={hosts.nnodes} needs --master-addr, the address of the first host")
         if len(hosts.nproc_per_node) > 1 and len(hosts.nproc_per_node) != hosts.nnodes:

@@ -15,7 +15,7 @@ from ...comm.store.client import StoreClient
 from ..config.load import read_recipe
 from ..config.run_folder import make_run_folder
 from ..placement import check_replicas, place_joining
-from .agent import Hosts, Torchrun
+from .agent import REFUSED, Hosts, Torchrun
 from .child import print_message
 from .fetched_recipe import fetch_recipe
 from .secret import SECRET_FILE
@@ -34,7 +34,9 @@ def join_run(where: str, recipe_file: str | None, overrides: list[str]) -> int:
             f"join: {others[0]} has no effect; all settings except roles.rollout and roles.relay come from the run's recipe"
         )
     run = find_run(where)
-    recipe, first_replica, first_relay = _take_places(run, roles)
+    recipe = _recipe_of(run)
+    check_joining(recipe, where, roles)
+    first_replica, first_relay = _take_places(run, recipe, roles)
     counts = [roles.rollout, roles.relay or 0, recipe.rollout.tp, first_replica, first_relay]
     make_run_folder(recipe.run.dir)
     places = place_joining(*counts)
@@ -42,7 +44,26 @@ def join_run(where: str, recipe_file: str | None, overrides: list[str]) -> int:
     environment = run.environment | {JOINING: ",".join(map(str, counts))}
     torchrun = Torchrun(recipe, Hosts(nproc_per_node=(len(places),)), [f"join={where}"], environment)
     code = torchrun.run()
+    if code == -REFUSED:
+        return 2
     return 128 + torchrun.received if torchrun.received else abs(code)
+
+
+def check_joining(recipe: Recipe, where: str, roles: RoleSettings) -> None:
+    """The files of a run's recipe are on this host for its new ranks. Raises `SettingError`.
+
+    Its relative paths begin at the present folder, which therefore has to be the one in which the run was started.
+    """
+    from ..config.checks.recipe import check_files
+
+    run_dir = Path(recipe.run.dir)
+    if Path(where).is_dir() and not run_dir.is_absolute() and run_dir.resolve() != Path(where).resolve():
+        raise SettingError(
+            f"join: the run's recipe names its files from the folder in which it was started, such as run.dir={run_dir}; join it"
+            f" from that folder, not from {Path.cwd()}"
+        )
+    check_replicas(roles, recipe.rollout.tp)
+    check_files("rollout", recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +94,23 @@ def find_run(where: str) -> RunAddress:
         raise SettingError(f"no run has started in {where}: {error.filename}: {error.strerror}") from error
 
 
-def _take_places(run: RunAddress, roles: RoleSettings) -> tuple[Recipe, int, int]:
-    """The run's recipe, and the numbers of this host's first replica and first relay. Raises `SettingError`."""
-    secret = run.secret.encode()
+def _recipe_of(run: RunAddress) -> Recipe:
     try:
-        recipe = fetch_recipe(run.store, secret)
-        check_replicas(roles, recipe.rollout.tp)
-        store = StoreClient.connect(run.store, secret, _FIND_S)
+        return fetch_recipe(run.store, run.secret.encode())
+    except StoreGone as error:
+        raise SettingError(f"join: no run answers at {run.store}: {error}") from error
+
+
+def _take_places(run: RunAddress, recipe: Recipe, roles: RoleSettings) -> tuple[int, int]:
+    """The numbers of this host's first replica and first relay. Raises `SettingError`."""
+    try:
+        store = StoreClient.connect(run.store, run.secret.encode(), _FIND_S)
     except StoreGone as error:
         raise SettingError(f"join: no run answers at {run.store}: {error}") from error
     counts = {"rollout": roles.rollout, "relay": roles.relay or 0}
     joined = {role: store.add(f"joined/{role}", count) - count for role, count in counts.items()}
     store.close()
     return (
-        recipe,
         recipe.num_replicas + joined["rollout"] // recipe.rollout.tp,
         (recipe.roles.relay or 0) + joined["relay"],
     )

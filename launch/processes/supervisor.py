@@ -331,9 +331,11 @@ class Supervisor:
         self._set_deadline(self.shutdown_s)
         if not is_first:
             return
+        has_joined = self.placement.host == JOINED_HOST
         if code == 2:
             if LAUNCHER not in os.environ or self.has_other_hosts:
-                print_message(f"{child.name} ended the run{child.log_tail(1)}")
+                how = "cannot work here; this host leaves the run" if has_joined else "ended the run"
+                print_message(f"{child.name} {how}{child.log_tail(1)}")
             return
         if self.has_lost_store:
             print_message(f"{child.name} has no connection to the run's store; the run ends on this host")
@@ -341,7 +343,6 @@ class Supervisor:
         error, has_cause = self._describe(child, code)
         if restarts := self.restarts.get(child.name):
             error += f", after {len(restarts)} restarts{'' if has_cause else child.last_line()}"
-        has_joined = self.placement.host == JOINED_HOST
         tail = "" if has_cause else child.log_tail()
         print_message(f"{error}; {'this host leaves the run' if has_joined else 'the run ends'}{tail}")
         if is_reported or child.name == "store" or has_joined:
@@ -437,5 +438,7 @@ def supervise(recipe: Recipe, store_address: str, joining: Sequence[Placement] =
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
         supervisor.store_interface = listening_address(recipe.comm.interface, towards)
     exit_code = supervisor.run()
-    is_in_order = supervisor.stopped_by or exit_code == 2 or supervisor.has_lost_store or supervisor.is_over()
+    # No summary tells the launcher of a host that has joined about a mistake.
+    is_told = exit_code == 2 and not joining
+    is_in_order = supervisor.stopped_by or is_told or supervisor.has_lost_store or supervisor.is_over()
     return 0 if LAUNCHER in os.environ and is_in_order else exit_code

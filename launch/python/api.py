@@ -148,7 +148,7 @@ def train(
     arguments = dict(_argument(name, value) for name, value in own.items() if value is not None)
     values = _known_settings(arguments, settings)
     folder = values.get("run.dir") or _free_folder()
-    values["run.dir"] = str(Path(folder).resolve())
+    values["run.dir"] = str(Path(folder).expanduser().resolve())
     inputs = PythonInputs(Path(values["run.dir"]))
     sections = nested(inputs.settings(values))
     return _start(sections, recipe_of(sections), inputs, on_step)

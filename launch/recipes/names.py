@@ -5,7 +5,7 @@ from pathlib import Path
 from ...comm.errors import SettingError
 from ..command_line import nearest
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
 
 
 def recipes() -> dict[str, Path]:

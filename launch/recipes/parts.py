@@ -5,7 +5,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -20,6 +20,8 @@ from .names import FOLDER
 RECIPE = FOLDER / "quickstart.yaml"
 CALCULATOR = FOLDER / "calculator.yaml"
 SMOLLM2 = FOLDER / "smollm2.yaml"
+MADE = ("model.path", "data.path")
+"""The settings whose files a start makes."""
 NUM_ROWS = 4096
 OPENINGS = (
     "Once upon a time", "One day,", "There was a little girl", "There was a boy named Tim", "Lily and Ben",
@@ -74,40 +76,37 @@ class Parts(NamedTuple):
     """The settings whose files a dry run has not made."""
 
 
-def add(file: str | None, recipe: Recipe, *, is_dry_run: bool) -> Parts:
-    """The parts that a recipe of this folder lacks; made unless `is_dry_run`. Other recipes get none."""
-    path = Path(file or "")
+def add(file: str | None, recipe: Recipe, makes: Collection[str] = MADE) -> Parts:
+    """The parts that a recipe of this folder lacks; the files of the settings `makes` are made. Other recipes get none."""
+    path = Path(file or "").resolve()
     if path not in (*TASKS, SMOLLM2):
         return Parts()
-    if path == SMOLLM2:
-        settings = _parts_of_smollm2(recipe, is_dry_run=is_dry_run)
-    else:
-        settings = missing_parts(recipe, TASKS[path], is_dry_run=is_dry_run)
+    settings = _parts_of_smollm2(recipe, makes) if path == SMOLLM2 else missing_parts(recipe, TASKS[path], makes)
     made = (part.partition("=") for part in settings)
     return Parts(tuple(settings), tuple(name for name, _, file in made if not Path(file.partition(":")[0]).exists()))
 
 
 def show_result(file: str | None, recipe: Recipe) -> None:
     """Print what the model has learnt in a finished run of `smollm2.yaml`."""
-    if Path(file or "") == SMOLLM2:
+    if Path(file or "").resolve() == SMOLLM2:
         smollm2_task.show_progress(Path(recipe.run.dir), recipe.eval)
 
 
-def _parts_of_smollm2(recipe: Recipe, *, is_dry_run: bool) -> list[str]:
+def _parts_of_smollm2(recipe: Recipe, makes: Collection[str]) -> list[str]:
     """Print how long the run will take, fetch the model, and make the prompts."""
     parts = smollm2_task.missing_parts(recipe)
-    if not is_dry_run:
-        if "model.path" in parts and recipe.run.mode == "train":
+    to_make = parts.keys() & makes
+    if "model.path" in to_make:
+        if recipe.run.mode == "train":
             smollm2_task.announce(with_device_defaults(recipe, Gpus.of_this_host()))
-        if "model.path" in parts:
-            smollm2.fetch()
-        if "data.path" in parts:
-            addition.write_data(smollm2_task.data_folder(recipe.run.seed), recipe.run.seed)
+        smollm2.fetch()
+    if "data.path" in to_make:
+        addition.write_data(smollm2_task.data_folder(recipe.run.seed), recipe.run.seed)
     return [f"{name}={value}" for name, value in parts.items()]
 
 
-def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], *, is_dry_run: bool) -> list[str]:
-    """Overrides for the parts that the recipe does not name; makes their files unless `is_dry_run`.
+def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], makes: Collection[str] = MADE) -> list[str]:
+    """Overrides for the parts that the recipe does not name; makes the files of the settings `makes`.
 
     The policy and the task made here belong together: with a policy of the user's the prompts are openings of stories,
     and the reward function must be the user's too.
@@ -121,9 +120,9 @@ def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], *, is_dry_run: boo
     words = [f"{name}={path}" for name, path in parts.items()]
     if not (recipe.model.path or recipe.data.path or recipe.reward.path):
         words += [f"{name}={function}" for name, function in task.functions.items()]
-    if not is_dry_run and parts:
-        home.mkdir(parents=True, exist_ok=True)
-        for name, path in parts.items():
+    for name, path in parts.items():
+        if name in makes:
+            home.mkdir(parents=True, exist_ok=True)
             _make(name, path, recipe.run.seed, task)
     return words
 

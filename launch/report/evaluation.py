@@ -18,6 +18,7 @@ from ...comm.recipe import CheckpointSettings, Recipe
 from ...relay.journal.evaluations import response_line
 from ...relay.journal.events import Evaluated
 from ...relay.queue.evaluation_prompts import EvaluationPrompts, open_evaluation
+from ..config.arguments import is_setting
 from ..config.checks.data import check_lengths
 from ..config.checks.evaluation import check_evaluation
 from ..config.checks.recipe import check_family, check_files
@@ -54,8 +55,7 @@ class EvalRequest:
     @classmethod
     def of(cls, words: Sequence[str], out: str | None) -> "EvalRequest":
         """The words of a command line, sorted: a model and settings. out: the file that it names. Raises `SettingError`."""
-        # A folder may be called `lr=1e-5`.
-        overrides = [word for word in words if "=" in word and not Path(word).exists()]
+        overrides = [word for word in words if is_setting(word)]
         names = [word for word in words if word not in overrides]
         if len(names) != 1:
             raise SettingError(

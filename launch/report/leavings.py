@@ -3,15 +3,17 @@
 The folder of a run that failed or was interrupted stays as it is, since its files may show the reason.
 """
 
-import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..config.run_folder import remove_empty
 from ..processes.child import print_message
 from .timeline import MOST_BYTES, TRACE_FILE, TRACES, Timeline
 
+_PROCESS = re.compile(r"hub|store|(actor|relay|rollout|shard|reference|task)-\d+")
+"""The names of a run's processes."""
 _GIVEN_UP = "journal.jsonl.discarded-"
 """The end of a journal that a resumed run cut off, by its number."""
 
@@ -31,15 +33,21 @@ def tidy(run_dir: Path, summary: Mapping[str, Any], *, with_trace: bool) -> None
         print_message(f"warning: {run_dir} is not tidied: {error.strerror}")
 
 
+def _of_processes(folder: Path, ending: str) -> Iterator[Path]:
+    """The files that processes of a run have written; a user may have others in a folder of this name."""
+    return (path for path in folder.glob(f"*.{ending}") if _PROCESS.fullmatch(path.stem))
+
+
 def _remove_needless(run_dir: Path, *, with_trace: bool) -> None:
     if not with_trace:
-        shutil.rmtree(run_dir / TRACES, ignore_errors=True)
+        for trace in _of_processes(run_dir / TRACES, "jsonl"):
+            trace.unlink()
         (run_dir / TRACE_FILE).unlink(missing_ok=True)
-    for log in (run_dir / "logs").glob("*.log"):
+    for log in _of_processes(run_dir / "logs", "log"):
         if not log.stat().st_size:
             log.unlink()
-    with suppress(OSError):
-        (run_dir / "logs").rmdir()  # without any log left
+    remove_empty(run_dir / TRACES)
+    remove_empty(run_dir / "logs")
     for rest in run_dir.glob(f"{_GIVEN_UP}*"):
         # With other files of its number it is of steps that were given up, or of a run before this one.
         if len([*run_dir.glob(f"*.discarded-{rest.name.removeprefix(_GIVEN_UP)}")]) == 1:

@@ -13,6 +13,8 @@ from support.policies import tiny_policy
 
 from headrace.comm.recipe import RunSettings
 from headrace.launch.config.checks.recipe import check_recipe, check_run_folder
+from headrace.launch.config.device_defaults import multiplies_bfloat16
+from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.warm_up import WARM_UP
 from headrace.launch.processes.secret import SECRET_FILE
@@ -193,6 +195,28 @@ def test_a_rate_that_ruins_a_large_policy_is_a_warning_unless_an_adapter_is_trai
         assert ("optimizer.lr=0.0003 is high for all " in capsys.readouterr().err) is is_warned
 
 
+def test_a_file_that_hides_a_module_of_python_is_refused(words, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("os.py", "time.py", "mine.py", "turtle.py"):  # loaded before the folder counts, or not at all
+        (tmp_path / name).touch()
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    assert main([*as_words(words), "--dry-run"]) == 0
+    (tmp_path / "random.py").touch()
+    assert main([*as_words(words), "--dry-run"]) == 2
+    assert "random.py in the present folder would be imported in place of" in capsys.readouterr().err
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert main([*as_words(words), "--dry-run"]) == 0
+
+
+def test_a_dry_run_warns_of_a_type_that_is_slow_here_as_a_start_does(words, tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "cpuinfo").write_text("flags : avx2\n")
+    monkeypatch.setattr(multiplies_bfloat16, "__defaults__", (tmp_path / "cpuinfo",))
+    monkeypatch.setattr(Gpus, "of_this_host", Gpus)
+    for dtype in ("float32", "bfloat16"):
+        assert main([*as_words(words), f"model.dtype={dtype}", "--dry-run"]) == 0
+        assert ("model.dtype=bfloat16 is several times slower" in capsys.readouterr().err) is (dtype == "bfloat16")
+
+
 def test_a_dry_run_prints_the_plan_without_torch_and_starts_nothing(words, run_dir: Path):
     done = call(*as_words(words), "roles.rollout=2", "sampling.max_new_tokens=8", "--dry-run", "--settings")
     assert done.returncode == 0
@@ -257,6 +281,8 @@ def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: P
         (["--gpus=8x80"], "--gpus: only with --dry-run"),
         (["join=x", "--dry-run"], "join: the other options are not for a host that joins"),
         (["join=x", "--nnodes=2", "--master-addr=h"], "join: the other options are not for a host that joins"),
+        (["join=x", "--try"], "join: the other options are not for a host that joins"),
+        (["join=x", "--trace"], "join: the other options are not for a host that joins"),
         (["join=x"], "has no effect; all settings except roles.rollout and roles.relay come from the run's recipe"),
         (["run.mode=replay"], "has no metrics.jsonl; run.mode=replay needs the folder of a run"),
     ],

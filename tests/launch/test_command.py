@@ -49,6 +49,8 @@ def test_no_words_and_help_list_the_commands(capsys):
         (["run", "--dryrun"], "unknown option --dryrun, the nearest is --dry-run; --help lists the options"),
         (["run", "quikstart"], "no recipe 'quikstart': the nearest is quickstart; `headrace run --list` says what each does"),
         (["run", "--gpus=8", "--dry-run"], "--gpus=8 is not COUNTxGB, the GPUs of a host, such as --gpus=8x80"),
+        (["run", "--try", "5", "calculator"], "--try 5: write --try=5"),
+        (["run", "quickstart", "--master-addr", "a"], "--master-addr=a needs --nnodes, the number of hosts"),
         (["run", "--nnodes"], "argument --nnodes: expected one argument; --help lists the options"),
         (["run", "quickstart", "--dry-run", "--nproc-per-node=3"], "= 4, but torchrun started 3 ranks"),
         (["run", "quickstart", "--nproc-per-node=3"], "= 4, but torchrun started 3 ranks"),
@@ -90,6 +92,41 @@ def test_a_reader_that_leaves_early_sees_no_traceback():
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_no_mistake_in_a_setting(unbuffered: str):
+    command = [sys.executable, "-m", "headrace", "run", "--list"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
+        )
+    assert done.returncode in (1, 2) and done.stderr.count("\n") == 1
+    assert "the output" in done.stderr and "No space left on device" in done.stderr and "is full" not in done.stderr
+
+
+def test_the_exit_code_of_a_run_counts_even_if_its_reader_has_left(tmp_path: Path):
+    (tmp_path / "summary.json").write_text('{"status": "finished", "exit_code": 0}')
+    program = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from headrace.comm.disk import say
+from headrace.launch.command_line import exit_code
+from headrace.launch.start import _end_of_run
+def run():
+    say("a line")
+    torchrun = SimpleNamespace(lost_folder="", received=0)
+    return _end_of_run(Path(sys.argv[1]), torchrun, 0, is_first=True, with_trace=False)
+sys.exit(exit_code(run))
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_wrong_option_under_torchrun_is_one_line_of_the_first_rank():
@@ -136,6 +173,18 @@ def test_words_may_stand_in_any_order_and_options_have_torchruns_two_forms():
     assert first == Arguments.parse(["--node-rank", "1", "run.seed=1", "a.yaml", "--nnodes=2", "run.steps=3"])
     assert (first.recipe, first.overrides) == ("a.yaml", ["run.seed=1", "run.steps=3"])
     assert first.hosts == {"nnodes": "2", "node-rank": "1"}
+
+
+def test_a_recipe_may_be_in_a_folder_whose_name_has_an_equals_sign(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    long = f"data.chat_template={'x' * 5000}"
+    for recipe in ("runs/lr=1e-5/config.yaml", "./lr=1e-5.yaml", f"{tmp_path}/lr=1/missing.yaml"):
+        found = Arguments.parse(["run.seed=1", recipe, "run.dir=runs/lr=1e-5", long])
+        assert (found.recipe, found.overrides) == (recipe, ["run.seed=1", "run.dir=runs/lr=1e-5", long])
+    assert Arguments.parse(["lr=1/config.yaml"]).recipe is None
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "lr=1" / "config.yaml").touch()
+    assert Arguments.parse(["lr=1/config.yaml"]).recipe == "lr=1/config.yaml", "as the launcher names it to the ranks"
 
 
 def test_a_recipe_has_a_name_and_says_what_it_does(tmp_path: Path, monkeypatch):

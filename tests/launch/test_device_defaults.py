@@ -148,13 +148,26 @@ def test_a_dry_run_prints_the_type_and_the_number_for_the_gpus_that_it_is_for(tm
     assert "GB as bfloat16" in text and f"1 rollouts x {slots(tmp_path, GPU, words[2])} = " in text
 
 
-def test_the_launcher_replays_with_the_type_of_the_run(cpu, run_dir, monkeypatch):
+def test_the_launcher_replays_with_the_type_of_the_run_and_warns_of_another_one(cpu, run_dir, monkeypatch, capsys):
     cpu("flags : avx2")
     save_recipe(with_device_defaults(read_recipe(None, [f"run.dir={run_dir}"]), GPU))
     found = []
     monkeypatch.setattr("headrace.trainer.replay_run.replay_steps", lambda recipe: found.append(recipe.model) or 0)
     assert main([f"run.dir={run_dir}", "run.mode=replay"]) == 0
-    assert [model.compute_type for model in found] == ["bfloat16"]
+    assert capsys.readouterr().err == ""
+    assert main([f"run.dir={run_dir}", "run.mode=replay", "model.dtype=float32"]) == 0
+    assert [model.compute_type for model in found] == ["bfloat16", "float32"]
+    assert "model.dtype=float32: the steps" in (said := capsys.readouterr().err) and "trained with bfloat16" in said
+
+
+def test_the_type_of_a_run_of_another_version_stays(cpu, run_dir):
+    cpu("flags : avx2")
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("model: {dtype: float32}\ncomm: {delta: false}\n")
+    with pytest.raises(SettingError):
+        read_recipe(run_dir / "config.yaml")
+    resumed = read_recipe(None, [f"run.dir={run_dir}", "run.resume=auto"])
+    assert with_device_defaults(resumed, GPU).model.compute_type == "float32"
 
 
 def test_a_saved_recipe_that_cannot_be_read_decides_nothing(cpu, run_dir):

@@ -59,6 +59,19 @@ def test_the_journal_of_steps_that_were_given_up_or_of_another_run_stays(other: 
     assert "journal.jsonl.discarded-1" in names(tmp_path)
 
 
+def test_files_that_no_process_of_the_run_has_written_stay(tmp_path: Path):
+    run_folder(tmp_path, FINISHED)
+    mine = [tmp_path / "trace" / "mine.txt", tmp_path / "trace" / "mine.jsonl", tmp_path / "logs" / "mine.log"]
+    for path in mine:
+        path.touch()
+    print_summary(tmp_path)
+    assert all(path.exists() for path in mine)
+    assert names(tmp_path / "trace") == {"mine.txt", "mine.jsonl"} and names(tmp_path / "logs") == {
+        "store.log",
+        "mine.log",
+    }
+
+
 def test_a_folder_without_logs_has_no_folder_of_logs(tmp_path: Path):
     run_folder(tmp_path, FINISHED)
     (tmp_path / "logs" / "store.log").unlink()

@@ -15,6 +15,7 @@ from support.policies import STORIES, tiny_policy
 from support.polling import wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import headrace
 from headrace.launch.config.load import read_recipe
 from headrace.launch.recipes import sort_digits
 from headrace.launch.recipes.parts import RECIPE, missing_parts
@@ -89,7 +90,7 @@ def test_two_quickstarts_that_make_the_same_policy_at_once_keep_the_first_one(tm
 def test_the_parts_that_a_user_names_are_not_made(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = read_recipe(RECIPE, ["model.path=m", "data.path=d", "reward.path=r.py:f"])
-    assert missing_parts(recipe, is_dry_run=False) == []
+    assert missing_parts(recipe) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -98,6 +99,14 @@ def test_a_dry_run_names_the_missing_parts_and_makes_none(tmp_path: Path, monkey
     assert main(["--dry-run", "--settings", "run.seed=7"]) == 0
     assert "path: runs/quickstart-policy/seed-7/policy" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_own_path_is_as_good_as_the_name(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linked").symlink_to(RECIPE.parent)
+    for path in (RECIPE, "linked/quickstart.yaml", Path(headrace.__file__).parent / "launch/recipes/quickstart.yaml"):
+        assert main([str(path), "--dry-run", "--settings"]) == 0
+        assert "path: runs/quickstart-policy/seed-0/policy" in capsys.readouterr().out
 
 
 def test_with_a_users_policy_prompts_are_made_but_the_reward_must_be_named(tmp_path: Path, monkeypatch, capsys):
@@ -115,9 +124,9 @@ def test_a_quickstart_leaves_the_data_that_another_one_reads(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "runs" / "quickstart-policy" / "seed-0"
     (home / "policy").mkdir(parents=True)
-    missing_parts(read_recipe(RECIPE), is_dry_run=False)
+    missing_parts(read_recipe(RECIPE))
     with (home / "prompts.jsonl").open() as rows:
-        missing_parts(read_recipe(RECIPE), is_dry_run=False)
+        missing_parts(read_recipe(RECIPE))
         assert os.fstat(rows.fileno()).st_nlink == 0, "the file was written over"
     assert sorted(path.name for path in home.iterdir()) == ["policy", "prompts.jsonl"]
 

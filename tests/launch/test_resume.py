@@ -134,6 +134,16 @@ def test_steps_are_not_trained_again_from_another_policy_and_other_settings_are_
         choose_point(other)
 
 
+def test_a_run_that_continues_from_its_last_step_says_which_settings_are_others(run_dir: Path):
+    save_recipe(recipe_of(run_dir, "optimizer.lr=1e-5", "model.dtype=float32"))
+    other = recipe_of(run_dir, "optimizer.lr=1e-6", "model.dtype=bfloat16", "trainer.engine=mine.py:Mine")
+    setting, dtype = choose_point(other).lines[-2:]
+    assert setting == "warning: the run continues with other settings than in the previous run: optimizer.lr"
+    assert dtype.startswith(f"warning: model.dtype=bfloat16: the steps in {run_dir} were trained with float32; ")
+    same = recipe_of(run_dir, "optimizer.lr=1e-5", "model.dtype=float32")
+    assert not any("warning" in line for line in choose_point(same).lines)
+
+
 def test_a_run_that_died_before_its_first_step_just_starts(tmp_path: Path):
     journal = Journal(tmp_path / "journal.jsonl")
     journal.append(Opened(epoch=1, samples_per_prompt=2))

@@ -318,6 +318,12 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(supervisor):
     assert errors.endswith("rollout-0.log:\n    some.setting is wrong\n")
 
 
+def test_a_mistake_on_a_host_that_has_joined_does_not_claim_to_end_the_run(supervisor):
+    code, errors = supervisor("rollout-0", {"rollout-0": ["mistake"]}, joined=True).end()
+    assert code == 2
+    assert errors.startswith("headrace: rollout-0 cannot work here; this host leaves the run. Its log is ")
+
+
 def test_the_lead_relays_supervisor_starts_the_hub_and_gives_the_relay_a_segment(supervisor):
     running = supervisor("relay-0", {})
     assert running.end() == (0, "")

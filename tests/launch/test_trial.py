@@ -1,6 +1,7 @@
 """`--try` shows prompts, rewards and tools as a run has them, and says what is wrong with them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,39 @@ def test_what_is_wrong_with_a_reward_is_one_line_that_names_the_setting(tried: T
     assert output.endswith("a mistake was found\n")
     if "helper" in body:
         assert "    rewards.py:5 in reward: return helper(answer)\n    rewards.py:2 in helper: raise" in output
+
+
+@pytest.mark.parametrize("body", ["while True: pass", "import os, time; time.sleep(.2); os._exit(3)"])
+def test_a_call_that_ends_its_process_has_taken_time(tried: Tried, body: str):
+    code, output, _ = tried(f"def reward(solution_str):\n    {body}\n", "reward.timeout_s=0.3")
+    found = re.search(r"reward none \(no function gave one; ([\d.]+) s ", output)
+    assert code == 2 and found is not None and float(found[1]) >= 0.2, output
+
+
+def test_the_weights_of_a_model_on_the_hub_are_not_downloaded(tried: Tried, monkeypatch: pytest.MonkeyPatch):
+    folder = tiny_policy(tried.folder, "llama")
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.extend(allow_patterns) or str(folder)
+    )
+    code, _, _ = tried("def reward(solution_str):\n    return 1.0\n", "model.path=someone/large")
+    assert code == 0 and "*.json" in asked and not [each for each in asked if "safetensors" in each]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "calculator", "smollm2"])
+def test_a_recipe_that_comes_with_the_project_is_tried_without_its_policy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def makes(*_: object) -> None:
+        raise AssertionError("a policy is made or fetched")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("headrace.launch.recipes.parts.make_policy", makes)
+    monkeypatch.setattr("headrace.launch.recipes.smollm2.fetch", makes)
+    assert main([name, "--try"]) == 0
+    output = capfd.readouterr().out
+    assert "  prompt (as in the data, since model.path is not set):" in output and output.endswith("all is well\n")
 
 
 def test_a_batch_function_that_returns_one_reward_for_all_is_found(tried: Tried):

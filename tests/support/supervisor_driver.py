@@ -3,7 +3,7 @@
 With `store` the supervisor starts the fake store itself; else there is one at the address.
 
 HEADRACE_CONDITIONS is JSON: `fail_starts`, the numbers of the processes whose start fails, from 1 on; `restart_window_s`;
-`num_threads`; `counter`, the file in place of the kernel's counters; `cgroup`, the folder of the cgroup in which all of it runs.
+`num_threads`; `joined`, whether its host has joined a running job; `counter`, the file in place of the kernel's counters; `cgroup`, the folder of the cgroup in which all of it runs.
 """
 
 import errno
@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.comm.environment import environment_of_threads
 from headrace.launch.config.load import read_recipe
+from headrace.launch.hosts import JOINED_HOST
 from headrace.launch.placement import Placement
 from headrace.launch.processes import supervisor as supervisor_module
 from headrace.launch.processes.memory_kill import MemoryKills
@@ -42,7 +43,7 @@ name, run_dir, store, shutdown_s, *settings = sys.argv[1:]
 fake = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 role, _, index = name.partition("-")
 recipe = read_recipe(None, [f"run.dir={run_dir}", "checkpoint.grace_s=0", *settings])
-placement = Placement(role, int(index), host=0, slot=None)
+placement = Placement(role, int(index), host=JOINED_HOST if conditions.get("joined") else 0, slot=None)
 commands = ChildCommands(worker=fake, store=fake)
 supervisor = Supervisor(
     recipe,

@@ -299,7 +299,7 @@ def test_a_host_that_is_cut_off_for_a_while_comes_back(hosts_job, seconds: int):
 @pytest.mark.slow
 def test_three_hosts_train_the_quickstart_to_its_reward(hosts_job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    parts = missing_parts(read_recipe(QUICKSTART), is_dry_run=False)
+    parts = missing_parts(read_recipe(QUICKSTART))
     job = hosts_job(3)
     (job.folder / "recipe.yaml").write_text(QUICKSTART.read_text())
     job.words = [*parts, f"run.dir={job.dir}", "roles.relay=3"]

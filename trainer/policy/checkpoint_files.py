@@ -14,7 +14,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.*)")
 """A tensor of the language model of a multimodal checkpoint."""
 _BLOCK_BYTES = 1 << 22
-_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+WITHOUT_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja")
+_PATTERNS = (*WITHOUT_WEIGHTS, "*.safetensors")
 CONFIG = "config.json"
 
 

@@ -2,8 +2,10 @@
 
 import ast
 import os
+import sys
 import tempfile
 from collections.abc import Collection, Iterator
+from importlib.machinery import FrozenImporter
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +50,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     `unmade` are settings whose files a start makes first, so that they cannot be checked yet.
     """
     warnings = check_settings(recipe)
+    check_names_here()
     check_run_folder(recipe.run)
     evaluation = [] if "eval.path" in unmade else check_evaluation(recipe)
     if recipe.is_emulated:
@@ -71,6 +74,24 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     for settings, found in [(recipe.data, data), *evaluation]:
         warnings += check_lengths(settings, found.prompts, policy, recipe.environment, recipe.sampling.max_new_tokens)
     return warnings
+
+
+def check_names_here() -> None:
+    """No file of the present folder has the name of a module that this process has from Python's own library.
+
+    The processes of a run are started with `python -m`, so they would import that file instead. Raises `SettingError`.
+    """
+    own = sys.stdlib_module_names & sys.modules.keys() - {*sys.builtin_module_names}
+    hiding = sorted(path.name for path in Path.cwd().glob("*.py") if path.stem in own and not _is_frozen(path.stem))
+    if hiding and "PYTHONSAFEPATH" not in os.environ:
+        raise SettingError(
+            f"{hiding[0]} in the present folder would be imported in place of Python's own module of that name; rename it, or"
+            " start the run in another folder"
+        )
+
+
+def _is_frozen(name: str) -> bool:
+    return FrozenImporter.find_spec(name) is not None
 
 
 def check_settings(recipe: Recipe) -> list[str]:

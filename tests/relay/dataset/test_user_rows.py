@@ -59,6 +59,12 @@ def test_the_prompt_takes_the_form_that_the_settings_ask_for(tmp_path: Path):
     assert checked.prompts == [[{"role": "system", "content": "Think."}, {"role": "user", "content": "q"}]]
 
 
+@pytest.mark.parametrize("end", ["0", "7", ""])
+def test_a_file_that_ends_the_program_is_an_error_that_names_the_setting(tmp_path: Path, end: str):
+    with pytest.raises(SettingError, match=r"^data\.path: .*rows\.py cannot be loaded: it calls sys\.exit"):
+        check_data(written(tmp_path, f"import sys\nRows = []\nsys.exit({end})\n"))
+
+
 def test_few_rows_are_made_before_the_run(tmp_path: Path):
     settings = written(tmp_path, ROWS, "one")
     assert len(check_data(settings).prompts) == 256
