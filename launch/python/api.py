@@ -19,15 +19,15 @@ from ...comm.errors import HeadraceError, SettingError
 from ...comm.recipe import Recipe, RunSettings
 from ..config.load import known_settings, read_recipe, recipe_of, refuse_unknown
 from ..config.run_checkpoints import TrainedModel
-from ..config.run_folder import CONFIG_FILE, JOURNAL_FILE, METRICS_FILE, make_run_folder, read_summary, remove_empty
+from ..config.run_folder import CONFIG_FILE, METRICS_FILE, make_run_folder, read_summary, remove_empty
 from ..resume import finished_after
-from .inputs import INPUTS, PythonInputs
+from .inputs import PythonInputs
 from .keywords import dotted_settings, nested
 from .samples import last_evaluations, last_samples
 from .watched_run import OnStep, RunEnd, WatchedRun, last_log_lines
 
 RECIPE_FILE = "recipe.yaml"
-"""File of the run folder: the settings that the caller of `train` gave; `headrace.launch.run` can run it again."""
+"""File beside the caller's functions and rows: the settings that the call gave; `headrace run` can run it again."""
 
 
 class RunFailed(HeadraceError, RuntimeError):
@@ -147,11 +147,19 @@ def train(
     }
     arguments = dict(_argument(name, value) for name, value in own.items() if value is not None)
     values = _known_settings(arguments, settings)
-    folder = values.get("run.dir") or _free_folder()
-    values["run.dir"] = str(Path(folder).resolve())
-    inputs = PythonInputs(Path(values["run.dir"]))
-    sections = nested(inputs.settings(values))
-    return _start(sections, recipe_of(sections), inputs, on_step)
+    given = values.get("run.dir")
+    run_dir = Path(given or RunSettings().dir).resolve()
+    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    if not given:
+        run_dir = _made_free(run_dir)
+        new = [run_dir, *new[1:]]
+    try:
+        inputs = PythonInputs(run_dir)
+        sections = nested(inputs.settings(values | {"run.dir": str(run_dir)}))
+        return _start(sections, recipe_of(sections), inputs, on_step)
+    except BaseException:
+        remove_empty(*new)
+        raise
 
 
 def _known_settings(*given: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,37 +176,48 @@ def _argument(name: str, value: Any) -> tuple[str, Any]:
     return (section if is_section else name), value
 
 
-def _free_folder() -> Path:
-    """The default run folder, with a number if it is there already."""
-    default = Path(RunSettings().dir)
-    names = (default if number == 1 else default.with_name(f"{default.name}-{number}") for number in count(1))
-    return next(folder for folder in names if not folder.exists())
+def _made_free(default: Path) -> Path:
+    """Make the default run folder, with a number if it is there already: of several calls at a time each makes its own."""
+    names = (f"{default.name}-{number}" if number > 1 else default.name for number in count(1))
+    for folder in map(default.with_name, names):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SettingError(f"run.dir: cannot create {folder}: {error.strerror}") from error
+        break
+    return folder
 
 
 def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on_step: OnStep | None) -> Run:
-    """Write the recipe and its files, run it, and return the run; a refused start leaves no new folder."""
+    """Write the recipe and its files, run it, and return the run; a start that is refused leaves none of them."""
     from ..config.checks.recipe import check_run_folder
 
     if "LOCAL_WORLD_SIZE" in os.environ:
         raise SettingError("headrace.train starts torchrun itself; start the script with python")
     check_run_folder(recipe.run)
-    run_dir = Path(recipe.run.dir)
-    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    make_run_folder(run_dir)
+    run_dir = make_run_folder(recipe.run.dir)
+    folder = inputs.write()
+    before = _saved(run_dir)
     try:
-        inputs.write()
-        path = run_dir / RECIPE_FILE
+        path = folder / RECIPE_FILE
         path.write_text(yaml.safe_dump(dict(sections), sort_keys=False, allow_unicode=True), encoding="utf-8")
-        before = read_summary(run_dir)
+        summary = read_summary(run_dir)
         end = WatchedRun(run_dir, on_step).run([str(path)])
         after = read_summary(run_dir)
         # A start that is refused leaves the summary of the run before.
-        return _ended(run_dir, end, after if after and after != before else {})
+        return _ended(run_dir, end, after if after and after != summary else {})
     except BaseException:
-        if new and not (run_dir / JOURNAL_FILE).exists():
-            _remove_inputs(run_dir)
-            remove_empty(*new)
+        if _saved(run_dir) == before:  # otherwise the run has begun, and continues with these files
+            inputs.remove()
         raise
+
+
+def _saved(run_dir: Path) -> bytes:
+    """The recipe that the launcher has saved, as it is; empty before it accepts one."""
+    path = run_dir / CONFIG_FILE
+    return path.read_bytes() if path.exists() else b""
 
 
 def _ended(run_dir: Path, end: RunEnd, summary: Mapping[str, Any]) -> Run:
@@ -211,10 +230,3 @@ def _ended(run_dir: Path, end: RunEnd, summary: Mapping[str, Any]) -> Run:
         error = error or f"the run ended with exit code {end.code}"
         raise RunFailed(f"{error}{last_log_lines(run_dir)}", run)
     return run
-
-
-def _remove_inputs(run_dir: Path) -> None:
-    """Remove the files of a run that was refused."""
-    shutil.rmtree(run_dir / INPUTS, ignore_errors=True)
-    with suppress(OSError):
-        (run_dir / RECIPE_FILE).unlink()

@@ -1,12 +1,15 @@
 """The functions and rows that a Python caller passes to a run, written as the files that a recipe names.
 
-They are in the folder `inputs` of the run folder, so the run's recipe can be run again from the command line.
+They are in the folder `inputs` of the run folder, so the run's recipe can be run again from the command line. A later call has a folder
+of its own beside it, `inputs_2`: the run of the first one may use its files at any time, also when it continues.
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import unwrap
+from itertools import count
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -15,11 +18,12 @@ from ...comm.errors import SettingError
 from ...relay.dataset.rows import as_json
 from ...relay.dataset.user_rows import is_python
 from ..config.run_checkpoints import TrainedModel
+from ..config.run_folder import under_way
 from .keywords import plain
 from .source import SourceFile, importable
 
-INPUTS = "inputs"
-"""Folder of these files in the run folder."""
+_INPUTS = "inputs"
+"""Folder of the first call's files in the run folder."""
 _ROWS = ("data.path", "eval.path")
 _PATHS = (*_ROWS, "lora.path")
 _FILES = {"data.path": "prompts.jsonl", "eval.path": "held_out.jsonl"}
@@ -28,10 +32,11 @@ _SCOPE_TITLE = "Functions of a Python caller, written by headrace.train with wha
 
 
 class PythonInputs:
-    """The files of one run that its caller's objects become. Nothing is written before `write`."""
+    """The files of one call that its caller's objects become. Nothing is written before `write`."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / INPUTS
+        names = (f"{_INPUTS}_{number}" if number > 1 else _INPUTS for number in count(1))
+        self._folder = next(run_dir / name for name in names if not (run_dir / name).exists())
         self._sources: dict[int, SourceFile] = {}
         self._rows: dict[str, Any] = {}
 
@@ -39,14 +44,26 @@ class PythonInputs:
         """The settings with the paths of files in place of objects. Raises `SettingError` for an object that no file can hold."""
         return {name: self._setting(name, value) for name, value in values.items()}
 
-    def write(self) -> None:
-        """Write the files; one that a run has open keeps its content for that run."""
-        if self._sources or self._rows:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        for number, source in enumerate(self._sources.values()):
-            _replace(self._source_path(number), [source.text(_SCOPE_TITLE)])
-        for name, rows in self._rows.items():
-            _replace(self._folder / _FILES[name], (line + "\n" for line in _lines(name, rows)))
+    def write(self) -> Path:
+        """Make the folder and write the files; returns the folder. Raises `SettingError`; then no folder is left."""
+        try:
+            self._folder.mkdir(parents=True)
+        except FileExistsError:  # of a call that has begun at the same time
+            raise SettingError(f"run.dir: {under_way(self._folder.parent)}") from None
+        try:
+            for number, source in enumerate(self._sources.values()):
+                self._source_path(number).write_text(source.text(_SCOPE_TITLE), encoding="utf-8")
+            for name, rows in self._rows.items():
+                with (self._folder / _FILES[name]).open("w", encoding="utf-8") as file:
+                    file.writelines(line + "\n" for line in _lines(name, rows))
+        except BaseException:
+            self.remove()
+            raise
+        return self._folder
+
+    def remove(self) -> None:
+        """Remove what `write` has written."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _setting(self, name: str, value: Any) -> Any:
         if name == "model.path":
@@ -153,14 +170,3 @@ def _lines(setting: str, rows: Sequence[Any]) -> Iterator[str]:
 def _listed(value: Any) -> Any:
     """A value of a row with Python's numbers in place of numpy's and torch's."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else plain(value)
-
-
-def _replace(path: Path, lines: Sequence[str] | Iterator[str]) -> None:
-    """Write a file, which has its name once it is whole."""
-    made = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        with made.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
-        made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)

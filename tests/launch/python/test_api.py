@@ -18,9 +18,10 @@ from support.source_tree import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headrace
-from headrace.launch.config.load import read_recipe
+from headrace.launch.config.load import read_recipe, save_recipe
 from headrace.launch.config.run_checkpoints import TrainedModel
 from headrace.launch.python.inputs import PythonInputs
+from headrace.launch.python.watched_run import RunEnd, WatchedRun
 
 DEADLINE_S = 800
 POLICY = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -90,21 +91,21 @@ def test_a_run_has_its_model_which_can_be_copied_and_trained_again(readme_run: h
 
 
 def test_the_recipe_of_a_run_from_python_is_one_of_the_command_line(readme_run: headrace.Run, tmp_path: Path):
-    recipe = read_recipe(readme_run.dir / "recipe.yaml")
+    recipe = read_recipe(readme_run.dir / "inputs" / "recipe.yaml")
     assert (recipe.run.steps, recipe.optimizer.lr, recipe.data.chat_template) == (2, 3e-5, "tokenizer")
     assert recipe.reward.path == f"{readme_run.dir}/inputs/functions.py:right"
     assert readme_run.recipe.sampling == recipe.sampling
-    command = ["-m", "headrace.launch.run", str(readme_run.dir / "recipe.yaml"), f"run.dir={tmp_path}", "--dry-run"]
+    command = ["-m", "headrace.launch.run", str(readme_run.dir / "inputs/recipe.yaml"), f"run.dir={tmp_path}", "--dry-run"]
     subprocess.run([sys.executable, *command], cwd="/", timeout=DEADLINE_S, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_a_run_that_has_ended_is_not_resumed_without_more_steps(readme_run: headrace.Run):
-    before = (readme_run.dir / "recipe.yaml").read_text()
+    before = sorted(readme_run.dir.rglob("*"))
     with pytest.raises(headrace.SettingError, match=r"has finished after step 2; resume\(steps=N\) with more than 2"):
         readme_run.resume()
     with pytest.raises(headrace.SettingError, match="unknown setting 'stepz'"):
         readme_run.resume(stepz=3)
-    assert (readme_run.dir / "recipe.yaml").read_text() == before
+    assert sorted(readme_run.dir.rglob("*")) == before
 
 
 def test_a_folder_with_a_run_keeps_its_files_when_another_run_is_refused_there(readme_run: headrace.Run):
@@ -175,6 +176,94 @@ def test_a_mistake_that_the_launcher_finds_is_raised_and_leaves_no_folder(
     with pytest.raises(headrace.SettingError, match=r"^model.path: nowhere does not exist$"):
         headrace.train("nowhere", "length", ["a"])
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A launcher that saves the recipe as `headrace run` does, and what is called while it runs: `launched.append(call)`."""
+    calls = list[Any]()
+
+    def run(self: WatchedRun, words: list[str]) -> RunEnd:
+        if calls:
+            calls.pop()()
+        recipe = read_recipe(words[0])
+        if not Path(str(recipe.data.path)).exists():
+            return RunEnd(2, "data.path: no such file")
+        save_recipe(recipe)
+        return RunEnd(0, "")
+
+    monkeypatch.setattr(WatchedRun, "run", run)
+    return calls
+
+
+def two_functions() -> tuple[Any, Any]:
+    notebook = Notebook().cell("def score(completion_ids):\n    return [1.0]")
+    first = notebook.names["score"]
+    notebook.cell("def score(completion_ids):\n    return [-1.0]")
+    return first, notebook.names["score"]
+
+
+def used_by(run: headrace.Run) -> tuple[str, str]:
+    """The last lines of a run's function and rows."""
+    files = str(run.recipe.reward.path).partition(":")[0], str(run.recipe.data.path)
+    function, rows = (Path(file).read_text().splitlines()[-1] for file in files)
+    return function.strip(), rows
+
+
+def test_scripts_that_start_at_the_same_time_have_a_run_folder_each(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    one, other = two_functions()
+    made = list[headrace.Run]()
+    launched.append(lambda: made.append(headrace.train("m", other, ["b"])))
+    made.append(headrace.train("m", one, ["a"]))
+    assert [(run.dir.name, *used_by(run)) for run in made] == [
+        ("run-2", "return [-1.0]", '{"prompt": "b"}'),
+        ("run", "return [1.0]", '{"prompt": "a"}'),
+    ]
+
+
+def test_a_second_call_in_a_run_folder_changes_no_file_of_the_first(launched: list[Any], tmp_path: Path):
+    """It comes before the first run has a journal."""
+    one, other = two_functions()
+    launched.append(lambda: headrace.train("m", other, ["b"], run_dir=tmp_path / "run"))
+    run = headrace.train("m", one, ["a"], run_dir=tmp_path / "run")
+    assert used_by(run) == ("return [1.0]", '{"prompt": "a"}')
+
+
+def test_two_calls_that_choose_the_same_names_of_files_are_not_mixed(tmp_path: Path):
+    first, second = PythonInputs(tmp_path), PythonInputs(tmp_path)
+    first.write()
+    with pytest.raises(headrace.SettingError, match=r"run.dir: a run is under way in"):
+        second.write()
+
+
+def test_a_refused_start_leaves_the_functions_and_rows_of_the_run(launched: list[Any], tmp_path: Path):
+    one, other = two_functions()
+    run = headrace.train("m", one, ["a"], eval=["c"], run_dir=tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()}
+    with pytest.raises(headrace.SettingError, match="no such file"):
+        run.resume(steps=4, reward_funcs=other, eval_dataset=["d"], data_path="missing.jsonl")
+    assert {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()} == before
+    resumed = run.resume(steps=4, reward_funcs=other, eval_dataset=["d"])
+    assert used_by(resumed) == ("return [-1.0]", '{"prompt": "a"}')
+    assert resumed.recipe.eval.path == f"{run.dir}/inputs_2/held_out.jsonl"
+
+
+def test_an_interrupt_after_the_run_has_begun_leaves_what_it_needs_to_continue(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(self: WatchedRun, words: list[str]) -> RunEnd:
+        save_recipe(read_recipe(words[0]))
+        raise KeyboardInterrupt
+
+    one, _ = two_functions()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(WatchedRun, "run", interrupted)
+        headrace.train("m", one, ["a"], run_dir=tmp_path / "run")
+    resumed = headrace.Run(tmp_path / "run").resume(steps=2)
+    assert used_by(resumed) == ("return [1.0]", '{"prompt": "a"}')
 
 
 def test_torchrun_does_not_start_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

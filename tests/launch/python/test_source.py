@@ -28,12 +28,12 @@ class WrittenNotebook(Notebook):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._inputs = PythonInputs(folder)
 
     def path_of(self, name: str) -> str:
         """What the recipe says for an object of the notebook; its file is written."""
-        found = self._inputs.settings({"reward.path": self.names[name]})["reward.path"]
-        self._inputs.write()
+        inputs = PythonInputs(self._folder)
+        found = inputs.settings({"reward.path": self.names[name]})["reward.path"]
+        inputs.write()
         return found
 
     def result(self, name: str, *arguments: object) -> str:
