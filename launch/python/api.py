@@ -100,7 +100,8 @@ class Run:
         own = {"run.dir": self.dir, "run.resume": "auto"} | ({} if steps is None else {"run.steps": steps})
         values = _known_settings(own, settings)
         inputs = PythonInputs(self.dir)
-        before: dict[str, dict[str, Any]] = msgspec.to_builtins(self.recipe)
+        saved = self.recipe
+        before: dict[str, dict[str, Any]] = _moved(msgspec.to_builtins(saved), saved.run.dir, str(self.dir))
         for section, changed in nested(inputs.settings(values)).items():
             before.setdefault(section, {}).update(changed)
         recipe = recipe_of(before)
@@ -167,6 +168,16 @@ def _known_settings(*given: Mapping[str, Any]) -> dict[str, Any]:
     values = dotted_settings(*given)
     refuse_unknown(nested(dict.fromkeys(values)))
     return values
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """Settings with the paths of files in a run folder that was renamed: its old name may be that of another run now."""
+    if isinstance(value, dict):
+        return {key: _moved(each, old, new) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_moved(each, old, new) for each in value]
+    is_inside = isinstance(value, str) and value.startswith(f"{old}/")
+    return new + value.removeprefix(old) if is_inside else value
 
 
 def _argument(name: str, value: Any) -> tuple[str, Any]:

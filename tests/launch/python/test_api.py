@@ -251,6 +251,32 @@ def test_a_refused_start_leaves_the_functions_and_rows_of_the_run(launched: list
     assert resumed.recipe.eval.path == f"{run.dir}/inputs_2/held_out.jsonl"
 
 
+def test_a_renamed_run_continues_with_its_own_functions_and_rows(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another run has its old name now."""
+    monkeypatch.chdir(tmp_path)
+    one, other = two_functions()
+    headrace.train("m", [one, "length"], ["a"]).dir.rename(tmp_path / "good")
+    assert headrace.train("m", other, ["b"]).dir == tmp_path / "runs/run"
+    resumed = headrace.Run("good").resume(steps=4)
+    inputs = tmp_path / "good" / "inputs"
+    assert resumed.recipe.reward.path == (f"{inputs}/functions.py:score", "length")
+    assert (resumed.recipe.data.path, resumed.recipe.run.dir) == (f"{inputs}/prompts.jsonl", f"{tmp_path}/good")
+
+
+def test_the_model_of_a_renamed_run_is_its_own(launched: list[Any], tmp_path: Path):
+    runs = [headrace.train("m", "length", ["a"], run_dir=tmp_path / name) for name in ("first", "second")]
+    for run in runs:
+        exported = run.dir / "checkpoints" / "step_2" / "hf"
+        exported.mkdir(parents=True)
+        (exported / "config.json").write_text("{}")
+        (run.dir / "summary.json").write_text(json.dumps({"export": str(exported)}))
+    renamed = runs[0].dir.rename(tmp_path / "good")
+    runs[1].dir.rename(tmp_path / "first")
+    assert headrace.Run(renamed).model == renamed / "checkpoints" / "step_2" / "hf"
+
+
 def test_an_interrupt_after_the_run_has_begun_leaves_what_it_needs_to_continue(
     launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
