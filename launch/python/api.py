@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -189,16 +188,16 @@ def _argument(name: str, value: Any) -> tuple[str, Any]:
 
 def _made_free(default: Path) -> Path:
     """Make the default run folder, with a number if it is there already: of several calls at a time each makes its own."""
-    names = (f"{default.name}-{number}" if number > 1 else default.name for number in count(1))
-    for folder in map(default.with_name, names):
+    numbers = count(2)
+    folder = default
+    while True:
         try:
             folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
-            continue
+            folder = default.with_name(f"{default.name}-{next(numbers)}")
         except OSError as error:
             raise SettingError(f"run.dir: cannot create {folder}: {error.strerror}") from error
-        break
-    return folder
 
 
 def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on_step: OnStep | None) -> Run:

@@ -52,7 +52,9 @@ class PythonInputs:
             raise SettingError(f"run.dir: {under_way(self._folder.parent)}") from None
         try:
             for number, source in enumerate(self._sources.values()):
-                self._source_path(number).write_text(source.text(_SCOPE_TITLE), encoding="utf-8")
+                path = self._source_path(number)
+                path.touch(0o600)  # it has values of the script, which its writer may not mean to show
+                path.write_text(source.text(_SCOPE_TITLE), encoding="utf-8")
             for name, rows in self._rows.items():
                 with (self._folder / _FILES[name]).open("w", encoding="utf-8") as file:
                     file.writelines(line + "\n" for line in _lines(name, rows))

@@ -95,7 +95,13 @@ def test_the_recipe_of_a_run_from_python_is_one_of_the_command_line(readme_run: 
     assert (recipe.run.steps, recipe.optimizer.lr, recipe.data.chat_template) == (2, 3e-5, "tokenizer")
     assert recipe.reward.path == f"{readme_run.dir}/inputs/functions.py:right"
     assert readme_run.recipe.sampling == recipe.sampling
-    command = ["-m", "headrace.launch.run", str(readme_run.dir / "inputs/recipe.yaml"), f"run.dir={tmp_path}", "--dry-run"]
+    command = [
+        "-m",
+        "headrace.launch.run",
+        str(readme_run.dir / "inputs/recipe.yaml"),
+        f"run.dir={tmp_path}",
+        "--dry-run",
+    ]
     subprocess.run([sys.executable, *command], cwd="/", timeout=DEADLINE_S, check=True, stdout=subprocess.DEVNULL)
 
 
