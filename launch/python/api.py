@@ -80,12 +80,18 @@ class Run:
         return Path(shutil.copytree(self.model, target, dirs_exist_ok=True)).resolve()
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Trained trajectories as text: dicts with `step`, `prompt`, `response`, `reward`, `rewards` (of each function) and `truncated`.
+        """Trained trajectories as text: dicts with `step`, `prompt`, `response`, `reward`, `rewards` (of each function), `metrics` (that
+        they have logged) and `truncated`.
 
         step: counted from 0, as in `metrics`; by default the last one. `run.save_rows` decides which steps are there. Raises
         `SettingError` for one that is not.
         """
-        return last_samples(self.dir, self.recipe, step)
+        recipe = self.recipe
+        try:
+            model = str(self.model)
+        except SettingError:  # before the first checkpoint
+            model = recipe.model.path
+        return last_samples(self.dir, recipe, model, step)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The responses of all evaluations: the lines of `evaluations.jsonl` (docs/use/evaluation.md), each sample once."""
@@ -97,9 +103,9 @@ class Run:
         Raises `SettingError` if it has finished and `steps` is not more than it has trained.
         """
         own = {"run.dir": self.dir, "run.resume": "auto"} | ({} if steps is None else {"run.steps": steps})
-        values = _known_settings(own, settings)
-        inputs = PythonInputs(self.dir)
         saved = self.recipe
+        values = _known_settings(own, settings, saved=saved)
+        inputs = PythonInputs(self.dir)
         before: dict[str, dict[str, Any]] = _moved(msgspec.to_builtins(saved), saved.run.dir, str(self.dir))
         for section, changed in nested(inputs.settings(values)).items():
             before.setdefault(section, {}).update(changed)
@@ -162,9 +168,9 @@ def train(
         raise
 
 
-def _known_settings(*given: Mapping[str, Any]) -> dict[str, Any]:
+def _known_settings(*given: Mapping[str, Any], saved: Recipe | None = None) -> dict[str, Any]:
     """The settings by dotted name, whose values may be objects. Raises `SettingError` for an unknown one or one given twice."""
-    values = dotted_settings(*given)
+    values = dotted_settings(*given, saved=saved)
     refuse_unknown(nested(dict.fromkeys(values)))
     return values
 
@@ -206,6 +212,8 @@ def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on
 
     if "LOCAL_WORLD_SIZE" in os.environ:
         raise SettingError("headrace.train starts torchrun itself; start the script with python")
+    if on_step is not None and not callable(on_step):
+        raise SettingError(f"on_step: an object of type {type(on_step).__name__} is no function")
     check_run_folder(recipe.run)
     run_dir = make_run_folder(recipe.run.dir)
     folder = inputs.write()

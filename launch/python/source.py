@@ -66,7 +66,7 @@ class SourceFile:
 
     def text(self, title: str) -> str:
         """The whole file; `title` is its first line."""
-        folders = [f"sys.path.append({folder!r})" for folder in self._folders]
+        folders = [f"sys.path.insert(0, {folder!r})" for folder in self._folders]
         head = [f'"""{title}"""', *([_FUTURE] if self._needs_future else []), *(["import sys"] if folders else [])]
         return "\n\n".join(["\n".join([*head, *folders, *self._imports]), *self._parts]) + "\n"
 

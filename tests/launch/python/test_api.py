@@ -160,6 +160,10 @@ def test_a_notebook_stops_and_resumes_its_run(home: Path, tmp_path: Path, monkey
         ({"data": [{"prompt": "a"}, 3]}, "data.path: row 2 is a int, neither a dict of columns nor a text"),
         ({"eval": [{"prompt": "a", "image": object()}]}, "eval.path: the column image has values that JSON cannot hold"),
         ({"steps": 0}, "run.steps=0 is not allowed"),
+        ({"tools": print}, "environment.tools: .* builtin_function_or_method is not a function"),
+        ({"on_step": 5}, "on_step: an object of type int is no function"),
+        ({"learning_rate": object()}, "optimizer.lr: an object of type object is no value of a setting"),
+        ({"reward_weights": [0.9, object()]}, "reward.weights: an object of type object is no value of a setting"),
         ({"stepz": 3}, "unknown setting 'stepz'"),
         ({"environment": Notebook}, "'environment' is a section; set one of its settings, such as environment.path"),
         ({"data": {"path": ["a"], "prompt_column": "prompt"}, "data.path": "b"}, "data.path is given twice"),
@@ -358,9 +362,31 @@ def test_a_list_of_texts_has_prompts_and_a_list_of_existing_files_has_files(
     Path("a.jsonl").write_text('{"prompt": "a"}\n')
     inputs = PythonInputs(tmp_path / "run")
     assert inputs.settings({"data.path": ["a.jsonl", Path("a.jsonl")]}) == {"data.path": [f"{tmp_path}/a.jsonl"] * 2}
-    inputs.settings({"data.path": ["a.jsonl", "is a file"]})
+    inputs.settings({"data.path": ["Read a.jsonl", "1/2", "run", "a\0b"]})
     inputs.write()
-    assert (tmp_path / "run/inputs/prompts.jsonl").read_text() == '{"prompt": "a.jsonl"}\n{"prompt": "is a file"}\n'
+    lines = (tmp_path / "run/inputs/prompts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["Read a.jsonl", "1/2", "run", "a\0b"]
+
+
+@pytest.mark.parametrize(
+    ("data", "missing"),
+    [
+        (["a.jsonl", "typo"], "typo"),
+        (["typo.jsonl", "b.parquet"], "typo.jsonl"),
+        ([Path("a.jsonl"), "typo.jsonl"], "typo.jsonl"),
+        (["openai/gsm8k", "org/other"], "openai/gsm8k"),
+    ],
+)
+def test_names_of_files_do_not_become_prompts(
+    data: list[Any], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").touch()
+    with pytest.raises(
+        headrace.SettingError, match=f"^eval.path: '{missing}' is no file that exists, in a list of files"
+    ):
+        PythonInputs(tmp_path / "run").settings({"eval.path": data})
+    PythonInputs(tmp_path / "run").settings({"eval.path": [{"prompt": each} for each in data]})
 
 
 def test_paths_become_absolute_and_other_words_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
