@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,15 @@ from ...comm.errors import HeadraceError, SettingError
 from ...comm.recipe import Recipe, RunSettings
 from ..config.load import known_settings, read_recipe, recipe_of, refuse_unknown
 from ..config.run_checkpoints import TrainedModel
-from ..config.run_folder import CONFIG_FILE, JOURNAL_FILE, METRICS_FILE, make_run_folder, read_summary, remove_empty
+from ..config.run_folder import CONFIG_FILE, METRICS_FILE, make_run_folder, read_summary, remove_empty
 from ..resume import finished_after
-from .inputs import INPUTS, PythonInputs
+from .inputs import PythonInputs
 from .keywords import dotted_settings, nested
 from .samples import last_evaluations, last_samples
 from .watched_run import OnStep, RunEnd, WatchedRun, last_log_lines
 
 RECIPE_FILE = "recipe.yaml"
-"""File of the run folder: the settings that the caller of `train` gave; `headrace.launch.run` can run it again."""
+"""File beside the caller's functions and rows: the settings that the call gave; `headrace run` can run it again."""
 
 
 class RunFailed(HeadraceError, RuntimeError):
@@ -81,12 +80,18 @@ class Run:
         return Path(shutil.copytree(self.model, target, dirs_exist_ok=True)).resolve()
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Trained trajectories as text: dicts with `step`, `prompt`, `response`, `reward`, `rewards` (of each function) and `truncated`.
+        """Trained trajectories as text: dicts with `step`, `prompt`, `response`, `reward`, `rewards` (of each function), `metrics` (that
+        they have logged) and `truncated`.
 
         step: counted from 0, as in `metrics`; by default the last one. `run.save_rows` decides which steps are there. Raises
         `SettingError` for one that is not.
         """
-        return last_samples(self.dir, self.recipe, step)
+        recipe = self.recipe
+        try:
+            model = str(self.model)
+        except SettingError:  # before the first checkpoint
+            model = recipe.model.path
+        return last_samples(self.dir, recipe, model, step)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The responses of all evaluations: the lines of `evaluations.jsonl` (docs/use/evaluation.md), each sample once."""
@@ -98,9 +103,10 @@ class Run:
         Raises `SettingError` if it has finished and `steps` is not more than it has trained.
         """
         own = {"run.dir": self.dir, "run.resume": "auto"} | ({} if steps is None else {"run.steps": steps})
-        values = _known_settings(own, settings)
+        saved = self.recipe
+        values = _known_settings(own, settings, saved=saved)
         inputs = PythonInputs(self.dir)
-        before: dict[str, dict[str, Any]] = msgspec.to_builtins(self.recipe)
+        before: dict[str, dict[str, Any]] = _moved(msgspec.to_builtins(saved), saved.run.dir, str(self.dir))
         for section, changed in nested(inputs.settings(values)).items():
             before.setdefault(section, {}).update(changed)
         recipe = recipe_of(before)
@@ -147,18 +153,36 @@ def train(
     }
     arguments = dict(_argument(name, value) for name, value in own.items() if value is not None)
     values = _known_settings(arguments, settings)
-    folder = values.get("run.dir") or _free_folder()
-    values["run.dir"] = str(Path(folder).expanduser().resolve())
-    inputs = PythonInputs(Path(values["run.dir"]))
-    sections = nested(inputs.settings(values))
-    return _start(sections, recipe_of(sections), inputs, on_step)
+    given = values.get("run.dir")
+    run_dir = Path(given or RunSettings().dir).expanduser().resolve()
+    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    if not given:
+        run_dir = _made_free(run_dir)
+        new = [run_dir, *new[1:]]
+    try:
+        inputs = PythonInputs(run_dir)
+        sections = nested(inputs.settings(values | {"run.dir": str(run_dir)}))
+        return _start(sections, recipe_of(sections), inputs, on_step)
+    except BaseException:
+        remove_empty(*new)
+        raise
 
 
-def _known_settings(*given: Mapping[str, Any]) -> dict[str, Any]:
+def _known_settings(*given: Mapping[str, Any], saved: Recipe | None = None) -> dict[str, Any]:
     """The settings by dotted name, whose values may be objects. Raises `SettingError` for an unknown one or one given twice."""
-    values = dotted_settings(*given)
+    values = dotted_settings(*given, saved=saved)
     refuse_unknown(nested(dict.fromkeys(values)))
     return values
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """Settings with the paths of files in a run folder that was renamed: its old name may be that of another run now."""
+    if isinstance(value, dict):
+        return {key: _moved(each, old, new) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_moved(each, old, new) for each in value]
+    is_inside = isinstance(value, str) and value.startswith(f"{old}/")
+    return new + value.removeprefix(old) if is_inside else value
 
 
 def _argument(name: str, value: Any) -> tuple[str, Any]:
@@ -168,37 +192,50 @@ def _argument(name: str, value: Any) -> tuple[str, Any]:
     return (section if is_section else name), value
 
 
-def _free_folder() -> Path:
-    """The default run folder, with a number if it is there already."""
-    default = Path(RunSettings().dir)
-    names = (default if number == 1 else default.with_name(f"{default.name}-{number}") for number in count(1))
-    return next(folder for folder in names if not folder.exists())
+def _made_free(default: Path) -> Path:
+    """Make the default run folder, with a number if it is there already: of several calls at a time each makes its own."""
+    numbers = count(2)
+    folder = default
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            folder = default.with_name(f"{default.name}-{next(numbers)}")
+        except OSError as error:
+            raise SettingError(f"run.dir: cannot create {folder}: {error.strerror}") from error
 
 
 def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on_step: OnStep | None) -> Run:
-    """Write the recipe and its files, run it, and return the run; a refused start leaves no new folder."""
+    """Write the recipe and its files, run it, and return the run; a start that is refused leaves none of them."""
     from ..config.checks.recipe import check_run_folder
 
     if "LOCAL_WORLD_SIZE" in os.environ:
         raise SettingError("headrace.train starts torchrun itself; start the script with python")
+    if on_step is not None and not callable(on_step):
+        raise SettingError(f"on_step: an object of type {type(on_step).__name__} is no function")
     check_run_folder(recipe.run)
-    run_dir = Path(recipe.run.dir)
-    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    make_run_folder(run_dir)
+    run_dir = make_run_folder(recipe.run.dir)
+    folder = inputs.write()
+    before = _saved(run_dir)
     try:
-        inputs.write()
-        path = run_dir / RECIPE_FILE
+        path = folder / RECIPE_FILE
         path.write_text(yaml.safe_dump(dict(sections), sort_keys=False, allow_unicode=True), encoding="utf-8")
-        before = read_summary(run_dir)
+        summary = read_summary(run_dir)
         end = WatchedRun(run_dir, on_step).run([str(path)])
         after = read_summary(run_dir)
         # A start that is refused leaves the summary of the run before.
-        return _ended(run_dir, end, after if after and after != before else {})
+        return _ended(run_dir, end, after if after and after != summary else {})
     except BaseException:
-        if new and not (run_dir / JOURNAL_FILE).exists():
-            _remove_inputs(run_dir)
-            remove_empty(*new)
+        if _saved(run_dir) == before:  # otherwise the run has begun, and continues with these files
+            inputs.remove()
         raise
+
+
+def _saved(run_dir: Path) -> bytes:
+    """The recipe that the launcher has saved, as it is; empty before it accepts one."""
+    path = run_dir / CONFIG_FILE
+    return path.read_bytes() if path.exists() else b""
 
 
 def _ended(run_dir: Path, end: RunEnd, summary: Mapping[str, Any]) -> Run:
@@ -211,10 +248,3 @@ def _ended(run_dir: Path, end: RunEnd, summary: Mapping[str, Any]) -> Run:
         error = error or f"the run ended with exit code {end.code}"
         raise RunFailed(f"{error}{last_log_lines(run_dir)}", run)
     return run
-
-
-def _remove_inputs(run_dir: Path) -> None:
-    """Remove the files of a run that was refused."""
-    shutil.rmtree(run_dir / INPUTS, ignore_errors=True)
-    with suppress(OSError):
-        (run_dir / RECIPE_FILE).unlink()

@@ -1,52 +1,78 @@
 """The functions and rows that a Python caller passes to a run, written as the files that a recipe names.
 
-They are in the folder `inputs` of the run folder, so the run's recipe can be run again from the command line.
+They are in the folder `inputs` of the run folder, so the run's recipe can be run again from the command line. A later call has a folder
+of its own beside it, `inputs_2`: the run of the first one may use its files at any time, also when it continues.
 """
 
 import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import unwrap
+from itertools import count
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from ...comm.errors import SettingError
+from ...relay.dataset.opening import FILES
 from ...relay.dataset.rows import as_json
 from ...relay.dataset.user_rows import is_python
 from ..config.run_checkpoints import TrainedModel
+from ..config.run_folder import under_way
 from .keywords import plain
 from .source import SourceFile, importable
 
-INPUTS = "inputs"
-"""Folder of these files in the run folder."""
+_INPUTS = "inputs"
+"""Folder of the first call's files in the run folder."""
 _ROWS = ("data.path", "eval.path")
 _PATHS = (*_ROWS, "lora.path")
 _FILES = {"data.path": "prompts.jsonl", "eval.path": "held_out.jsonl"}
 """Names of the files of rows; that of the evaluation is in the names of its metrics."""
+_HUB_NAME = re.compile(r"[A-Za-z][\w.-]*/[A-Za-z][\w.-]*")
+_SHOWN = 60
 _SCOPE_TITLE = "Functions of a Python caller, written by headrace.train with what they use."
 
 
 class PythonInputs:
-    """The files of one run that its caller's objects become. Nothing is written before `write`."""
+    """The files of one call that its caller's objects become. Nothing is written before `write`."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / INPUTS
+        names = (f"{_INPUTS}_{number}" if number > 1 else _INPUTS for number in count(1))
+        self._folder = next(run_dir / name for name in names if not (run_dir / name).exists())
         self._sources: dict[int, SourceFile] = {}
         self._rows: dict[str, Any] = {}
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The settings with the paths of files in place of objects. Raises `SettingError` for an object that no file can hold."""
-        return {name: self._setting(name, value) for name, value in values.items()}
+        settings = {name: self._setting(name, value) for name, value in values.items()}
+        for name, value in settings.items():
+            _check_plain(name, value)
+        return settings
 
-    def write(self) -> None:
-        """Write the files; one that a run has open keeps its content for that run."""
-        if self._sources or self._rows:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        for number, source in enumerate(self._sources.values()):
-            _replace(self._source_path(number), [source.text(_SCOPE_TITLE)])
-        for name, rows in self._rows.items():
-            _replace(self._folder / _FILES[name], (line + "\n" for line in _lines(name, rows)))
+    def write(self) -> Path:
+        """Make the folder and write the files; returns the folder. Raises `SettingError`; then no folder is left."""
+        try:
+            self._folder.mkdir(parents=True)
+        except FileExistsError:  # of a call that has begun at the same time
+            raise SettingError(f"run.dir: {under_way(self._folder.parent)}") from None
+        try:
+            for number, source in enumerate(self._sources.values()):
+                path = self._source_path(number)
+                path.touch(0o600)  # it has values of the script, which its writer may not mean to show
+                path.write_text(source.text(_SCOPE_TITLE), encoding="utf-8")
+            for name, rows in self._rows.items():
+                with (self._folder / _FILES[name]).open("w", encoding="utf-8") as file:
+                    file.writelines(line + "\n" for line in _lines(name, rows))
+        except BaseException:
+            self.remove()
+            raise
+        return self._folder
+
+    def remove(self) -> None:
+        """Remove what `write` has written."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _setting(self, name: str, value: Any) -> Any:
         if name == "model.path":
@@ -66,6 +92,7 @@ class PythonInputs:
         """The file of rows, or the files that a list names."""
         if isinstance(value, list | tuple) and value and all(_is_source(each) for each in value):
             return [_absolute(str(each), is_path=True) for each in value]
+        _refuse_missing(name, value)
         if isinstance(value, Mapping) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
             is_split = isinstance(value, Mapping) and value and type(value) is not dict
             hint = f"; choose a split, such as [{next(iter(value))!r}]" if is_split else ""
@@ -80,7 +107,7 @@ class PythonInputs:
         """`FILE.py:NAME` of a function or class: its own module's file, or one that is written from its source."""
         home = importable(thing)
         if home is not None and "." not in home.name and "." not in thing.__qualname__:
-            file = sys.modules[thing.__module__].__file__ or ""
+            file = getattr(sys.modules[thing.__module__], "__file__", None) or ""
             if file.endswith(".py"):
                 return f"{Path(file).resolve()}:{thing.__name__}"
         original = unwrap(thing)
@@ -91,6 +118,17 @@ class PythonInputs:
 
     def _source_path(self, number: int) -> Path:
         return self._folder / f"functions{f'_{number + 1}' if number else ''}.py"
+
+
+def _check_plain(setting: str, value: Any) -> None:
+    """Raise `SettingError` for a value that a recipe cannot hold."""
+    if isinstance(value, dict | list | tuple):
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_plain(setting, each)
+    elif value is not None and type(value) not in (str, int, float, bool):
+        raise SettingError(
+            f"{setting}: an object of type {type(value).__name__} is no value of a setting; give a number, a text, a list or a dict"
+        )
 
 
 def _scope_of(thing: Any) -> Mapping[str, Any]:
@@ -118,6 +156,21 @@ def _model(value: Any) -> Any:
 def _is_source(value: Any) -> bool:
     """Whether an entry of a list is a file of rows rather than the text of a prompt."""
     return isinstance(value, Path) or (isinstance(value, str) and (os.path.exists(value) or is_python(value)))
+
+
+def _refuse_missing(setting: str, entries: Any) -> None:
+    """Refuse a list of files, of which one does not exist, or of names on the Hub: their names would become prompts."""
+    texts = [each for each in entries if isinstance(each, str | Path)] if isinstance(entries, list | tuple) else []
+    names = [each for each in texts if isinstance(each, Path) or each.endswith(FILES) or _HUB_NAME.fullmatch(each)]
+    has_file = any(isinstance(each, Path) or os.path.isfile(each) for each in names)
+    if not has_file and (not names or len(names) < len(entries)):
+        return
+    missing = str(next(each for each in entries if not _is_source(each)))
+    shown = missing if len(missing) <= _SHOWN else f"{missing[:_SHOWN]}..."
+    raise SettingError(
+        f"{setting}: {shown!r} is no file that exists, in a list of files; a name on the Hub is pathlib.Path(...) there, and a prompt"
+        ' is {"prompt": ...}'
+    )
 
 
 def _absolute(value: str, *, is_path: bool) -> str:
@@ -153,14 +206,3 @@ def _lines(setting: str, rows: Sequence[Any]) -> Iterator[str]:
 def _listed(value: Any) -> Any:
     """A value of a row with Python's numbers in place of numpy's and torch's."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else plain(value)
-
-
-def _replace(path: Path, lines: Sequence[str] | Iterator[str]) -> None:
-    """Write a file, which has its name once it is whole."""
-    made = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        with made.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
-        made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)

@@ -4,12 +4,14 @@ A name of TRL or verl is taken only where it means exactly what a setting here m
 """
 
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from msgspec import inspect as kinds
 
 from ...comm.errors import SettingError
+from ...comm.recipe import Recipe
 from ..config.load import LAB, known_settings
 from ..config.peer_names import PEERS
 from ..config.values import members_of
@@ -75,9 +77,10 @@ _TRL_BATCH = 8
 Values = dict[str, Any]
 
 
-def dotted_settings(*given: Mapping[str, Any]) -> Values:
+def dotted_settings(*given: Mapping[str, Any], saved: Recipe | None = None) -> Values:
     """The value of each setting by its dotted name. Unknown names stay as they are, for `refuse_unknown`.
 
+    saved: the settings of a run that continues, by default those of a new one, for what counts in units of another setting.
     Raises `SettingError` for a setting that is given twice or a short name with several meanings.
     """
     values: Values = {}
@@ -92,14 +95,17 @@ def dotted_settings(*given: Mapping[str, Any]) -> Values:
             raise SettingError(f"{setting} is given twice, as {origins[setting]} and as {name}")
         values[setting] = plain(meant)
         origins[setting] = name
-    for name in (name for name in _BOTH_CLIPS if name in flat):
-        values = {"algorithm.clip_low": flat[name], "algorithm.clip_high": flat[name]} | values
+    both = [name for name in _BOTH_CLIPS if name in flat]
+    if len(both) > 1:
+        raise SettingError(f"algorithm.clip_low is given twice, as {both[0]} and as {both[1]}")
+    for name in both:
+        values = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"), plain(flat[name])) | values
     if batch := {name: flat[name] for name in _BATCH if name in flat}:
         if "batch.prompts_per_step" in values:
             raise SettingError(
                 f"batch.prompts_per_step is given twice, as {origins['batch.prompts_per_step']} and by {next(iter(batch))}"
             )
-        values["batch.prompts_per_step"] = _prompts_per_step(batch, values)
+        values["batch.prompts_per_step"] = _prompts_per_step(batch, values, saved or Recipe())
     return values
 
 
@@ -120,15 +126,21 @@ def nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Paths as text and numbers of numpy as Python's, also within lists and dicts; anything else as it is."""
+    """Paths and data types of torch as text, enums as their values, numbers of numpy and torch as Python's, also within lists and
+    dicts; anything else as it is."""
+    if isinstance(value, Enum):
+        return plain(value.value)
     if isinstance(value, Path):
         return str(value)
     if type(value) is dict:  # a data set with splits is another kind of dict
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-        return value.item()
+    if type(value).__module__ in ("numpy", "torch"):
+        if getattr(value, "ndim", None) == 0:
+            return value.item()
+        if type(value).__name__ == "dtype":
+            return str(value).removeprefix("torch.")
     return value
 
 
@@ -176,14 +188,16 @@ def _word(name: str, value: Any) -> Any:
     return words[value] if is_word else value
 
 
-def _prompts_per_step(batch: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+def _prompts_per_step(batch: Mapping[str, Any], values: Mapping[str, Any], saved: Recipe) -> int:
     """TRL counts samples: those of a device, times the devices that train, times the parts of a step. Raises `SettingError`."""
-    default = known_settings()
-    samples = int(values.get("batch.samples_per_prompt", default["batch.samples_per_prompt"].default))
-    devices = int(values.get("roles.actor", default["roles.actor"].default))
+    samples = values.get("batch.samples_per_prompt", saved.batch.samples_per_prompt)
+    devices = values.get("roles.actor", saved.roles.actor)
     device = batch.get("per_device_train_batch_size", _TRL_BATCH)
     parts = batch.get("gradient_accumulation_steps", 1)
-    for name, number in (("per_device_train_batch_size", device), ("gradient_accumulation_steps", parts)):
+    counts = {"batch.samples_per_prompt": samples, "roles.actor": devices} | dict(
+        zip(_BATCH, (device, parts), strict=True)
+    )
+    for name, number in counts.items():
         if not isinstance(number, int) or number < 1:
             raise SettingError(f"{name}={number} is not allowed; it takes int >= 1")
     total = device * devices * parts

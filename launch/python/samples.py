@@ -12,8 +12,11 @@ from ...relay.journal.evaluations import EVALUATIONS_FILE
 from ..resume import ROWS
 
 
-def last_samples(run_dir: Path, recipe: Recipe, step: int | None) -> list[dict[str, Any]]:
-    """The trajectories of a step, by default of the last one whose rows are saved. Raises `SettingError` without any."""
+def last_samples(run_dir: Path, recipe: Recipe, model: str, step: int | None) -> list[dict[str, Any]]:
+    """The trajectories of a step, by default of the last one whose rows are saved. Raises `SettingError` without any.
+
+    model: where the tokenizer is; a relative path in the recipe is that of the folder in which the run was started.
+    """
     from ...relay.queue.row_file import RowFile
     from ...trainer.policy.model import load_tokenizer
     from ...trainer.step_log import saved_steps
@@ -28,19 +31,22 @@ def last_samples(run_dir: Path, recipe: Recipe, step: int | None) -> list[dict[s
             f"step {wanted}: {run_dir}/{ROWS} has the rows of steps {steps[0]} to {steps[-1]}; run.save_rows=all keeps those of"
             " all steps"
         )
-    tokenizer = load_tokenizer(recipe.model.path)
+    functions = recipe.reward.functions
+    tokenizer = load_tokenizer(model)
     samples: list[dict[str, Any]] = []
     for path in sorted(path for path, number in files if number == wanted):
         rows = RowFile(path, msgspec.Raw).read()
         for key in sorted(rows):
             columns = rows[key]
+            metrics = json.loads(columns["reward_info"].tobytes()).get("metrics", {})
             samples.append(
                 {
                     "step": wanted,
                     "prompt": tokenizer.decode(columns["prompt_ids"].tolist()),
                     "response": tokenizer.decode(columns["response_ids"].tolist(), skip_special_tokens=True),
                     "reward": float(columns["reward"][0]),
-                    "rewards": json.loads(columns["reward_info"].tobytes()).get("metrics", {}),
+                    "rewards": {name: value for name, value in metrics.items() if name in functions},
+                    "metrics": {name: value for name, value in metrics.items() if name not in functions},
                     "truncated": bool(columns["truncated"][0]),
                 }
             )
@@ -48,10 +54,10 @@ def last_samples(run_dir: Path, recipe: Recipe, step: int | None) -> list[dict[s
 
 
 def last_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of the evaluations' responses; of a sample that is there twice, after a restart, the last one."""
+    """The whole lines of the evaluations' responses; of a sample that is there twice, after a restart, the last one."""
     path = run_dir / EVALUATIONS_FILE
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        each = json.loads(line)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    for each in (json.loads(line) for line in lines if line.endswith("\n")):
         found[each["version"], each["name"], each["row"], each["sample"]] = each
     return list(found.values())

@@ -11,6 +11,7 @@ import dis
 import inspect
 import linecache
 import logging
+import os
 import re
 import sys
 import sysconfig
@@ -26,6 +27,13 @@ _FUTURE = "from __future__ import annotations"
 _CONTAINERS: Mapping[type, tuple[str, str]] = {
     list: ("[", "]"), tuple: ("(", ",)"), set: ("{", "}"), frozenset: ("frozenset([", "])"),
 }  # fmt: skip
+_SECRET_NAME = re.compile(r"(.*_)?(api_?)?(key|token|secret|passw(or)?d|credential)s?(_.*)?", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"(?=.*\d)[\w+/=.:-]{8,}")
+"""Names of secrets, and how one looks: long, in one word, with a digit. A text such as `STOP_TOKEN = "</s>"` is none."""
+_PLAIN = (
+    ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.UnaryOp, ast.BinOp, ast.expr_context, ast.operator, ast.unaryop,
+)  # fmt: skip
+"""Parts of an expression that has the same value each time, unless its names have got others."""
 _MODULE = "put it into a module (a file such as my_rewards.py) and import it from there"
 
 
@@ -58,7 +66,7 @@ class SourceFile:
 
     def text(self, title: str) -> str:
         """The whole file; `title` is its first line."""
-        folders = [f"sys.path.append({folder!r})" for folder in self._folders]
+        folders = [f"sys.path.insert(0, {folder!r})" for folder in self._folders]
         head = [f'"""{title}"""', *([_FUTURE] if self._needs_future else []), *(["import sys"] if folders else [])]
         return "\n\n".join(["\n".join([*head, *folders, *self._imports]), *self._parts]) + "\n"
 
@@ -79,6 +87,7 @@ class SourceFile:
                 self._define(setting, original.__name__, thing)
                 self._parts.append(f"{name} = {original.__name__}")
         elif (value := self._literal(thing)) is not None:
+            _refuse_secret(setting, name, thing, value)
             self._parts.append(f"{name} = {value}")
         else:
             raise SettingError(
@@ -110,6 +119,7 @@ class SourceFile:
             future = thing.__code__.co_flags & __future__.annotations.compiler_flag
             self._needs_future |= bool(future)
             _check_unchanged(setting, thing, compile(tree, "<function>", "exec", future, dont_inherit=True))
+            _check_defaults(setting, thing, tree)
         # Without the future import, so that the names in annotations are among those used: a tool's schema needs them.
         for name in _global_names(compile(tree, "<function>", "exec", dont_inherit=True)):
             is_own = name == thing.__name__ or (name.startswith("__") and name != "__file__")
@@ -150,6 +160,17 @@ class SourceFile:
             self._imports["import logging"] = None
             return f"logging.getLogger({value.name!r})"
         return literal(value)
+
+
+def _refuse_secret(setting: str, name: str, value: Any, source: str) -> None:
+    """Refuse a constant that looks like a secret, or that holds one of the environment: the run folder is copied and shared."""
+    is_secret = isinstance(value, str) and _SECRET_NAME.fullmatch(name) and _SECRET_VALUE.fullmatch(value)
+    known = (each for key, each in os.environ.items() if _SECRET_NAME.fullmatch(key) and _SECRET_VALUE.fullmatch(each))
+    if is_secret or any(each in source for each in known):
+        raise SettingError(
+            f"{setting}: the function uses {name}, which looks like a secret and would be written into the run folder; read it inside"
+            ' the function, with os.environ["NAME"]'
+        )
 
 
 def literal(value: Any) -> str | None:
@@ -266,8 +287,40 @@ def _check_unchanged(setting: str, function: FunctionType, code: CodeType) -> No
 
 
 def _gist(code: CodeType) -> tuple[Any, ...]:
-    constants = [(type(each), each) for each in code.co_consts if not isinstance(each, CodeType)]
-    return code.co_names, code.co_varnames, constants
+    """What two compilations of one source have in common, wherever in a file it stands."""
+    constants = [_gist(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, constants
+
+
+def _check_defaults(setting: str, function: FunctionType, tree: ast.Module) -> None:
+    """The defaults have the values that the source gives them in another process, where constants have their present values."""
+    node = tree.body[0]
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    positional = [*node.args.posonlyargs, *node.args.args]
+    given = node.args.defaults
+    values = {each.arg: value for each, value in zip(positional[len(positional) - len(given) :], given, strict=True)}
+    values |= {
+        each.arg: value for each, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value
+    }
+    names = [each.arg for each in positional]
+    kept = function.__defaults__ or ()
+    bound = dict(zip(names[len(names) - len(kept) :], kept, strict=True)) | (function.__kwdefaults__ or {})
+    for argument, value in values.items():
+        # Calls, and containers that a function may fill, are as they are written.
+        if not all(isinstance(each, _PLAIN) for each in ast.walk(value)):
+            continue
+        try:
+            now = eval(compile(ast.Expression(value), "<default>", "eval"), dict(function.__globals__))
+            is_same = bound[argument] is now or (
+                type(now) is type(bound[argument]) and (now == bound[argument]) is True
+            )
+        except (NameError, AttributeError, TypeError, ArithmeticError, KeyError):
+            is_same = False
+        if not is_same:
+            raise SettingError(
+                f"{setting}: the default of {argument}, {ast.unparse(value)}, has changed since {function.__name__} was defined;"
+                f" define {function.__name__} again"
+            )
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -131,8 +131,12 @@ class NewSteps:
             if status.st_ino != self._file:  # a run that starts again keeps the file before under another name
                 self._offset = 0
             self._file = status.st_ino
-            self._offset = min(self._offset, status.st_size)  # a run that continues cuts off the steps that it gives up
-            file.seek(self._offset)
+            # A run that continues cuts off the steps that it gives up, and the file may have grown since.
+            self._offset = min(self._offset, status.st_size)
+            file.seek(max(0, self._offset - 1))
+            if self._offset and file.read(1) != b"\n":
+                self._offset = 0  # `read` skips the steps that it has read
+                file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
                     return

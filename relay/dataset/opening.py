@@ -21,7 +21,7 @@ CHECKED_ROWS = 1 << 16
 """Rows of a set that are checked before the run; a later row is checked when its turn comes."""
 _CHECKED_MADE = 256
 """Rows of a Python file that are checked, since each may take long to make."""
-_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
+FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 """Endings of files; another dot is part of a name on the Hub, such as `NuminaMath-1.5`."""
 
 
@@ -30,7 +30,7 @@ def open_rows(settings: DataSettings) -> DatasetRows:
     (name,) = settings.paths
     path = Path(name)
     is_table = path.suffix == ".parquet" or path.is_dir()
-    is_hub_id = not path.exists() and path.suffix not in _FILES and not path.is_absolute() and name.count("/") <= 1
+    is_hub_id = not path.exists() and path.suffix not in FILES and not path.is_absolute() and name.count("/") <= 1
     if is_python(name):
         rows = UserRows(name)
     else:

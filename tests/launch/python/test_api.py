@@ -18,9 +18,10 @@ from support.source_tree import ROOT
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.launch.config.load import read_recipe
+from headrace.launch.config.load import read_recipe, save_recipe
 from headrace.launch.config.run_checkpoints import TrainedModel
 from headrace.launch.python.inputs import PythonInputs
+from headrace.launch.python.watched_run import RunEnd, WatchedRun
 
 DEADLINE_S = 800
 POLICY = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -85,21 +86,27 @@ def test_a_run_has_its_model_which_can_be_copied_and_trained_again(readme_run: h
 
 
 def test_the_recipe_of_a_run_from_python_is_one_of_the_command_line(readme_run: headrace.Run, tmp_path: Path):
-    recipe = read_recipe(readme_run.dir / "recipe.yaml")
+    recipe = read_recipe(readme_run.dir / "inputs" / "recipe.yaml")
     assert (recipe.run.steps, recipe.optimizer.lr, recipe.data.chat_template) == (2, 3e-5, "tokenizer")
     assert recipe.reward.path == f"{readme_run.dir}/inputs/functions.py:right"
     assert readme_run.recipe.sampling == recipe.sampling
-    command = ["-m", "headrace.launch.run", str(readme_run.dir / "recipe.yaml"), f"run.dir={tmp_path}", "--dry-run"]
+    command = [
+        "-m",
+        "headrace.launch.run",
+        str(readme_run.dir / "inputs/recipe.yaml"),
+        f"run.dir={tmp_path}",
+        "--dry-run",
+    ]
     subprocess.run([sys.executable, *command], cwd="/", timeout=DEADLINE_S, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_a_run_that_has_ended_is_not_resumed_without_more_steps(readme_run: headrace.Run):
-    before = (readme_run.dir / "recipe.yaml").read_text()
+    before = sorted(readme_run.dir.rglob("*"))
     with pytest.raises(headrace.SettingError, match=r"has finished after step 2; resume\(steps=N\) with more than 2"):
         readme_run.resume()
     with pytest.raises(headrace.SettingError, match="unknown setting 'stepz'"):
         readme_run.resume(stepz=3)
-    assert (readme_run.dir / "recipe.yaml").read_text() == before
+    assert sorted(readme_run.dir.rglob("*")) == before
 
 
 def test_a_folder_with_a_run_keeps_its_files_when_another_run_is_refused_there(readme_run: headrace.Run):
@@ -148,6 +155,10 @@ def test_a_notebook_stops_and_resumes_its_run(home: Path, tmp_path: Path, monkey
         ({"data": [{"prompt": "a"}, 3]}, "data.path: row 2 is a int, neither a dict of columns nor a text"),
         ({"eval": [{"prompt": "a", "image": object()}]}, "eval.path: the column image has values that JSON cannot hold"),
         ({"steps": 0}, "run.steps=0 is not allowed"),
+        ({"tools": print}, "environment.tools: .* builtin_function_or_method is not a function"),
+        ({"on_step": 5}, "on_step: an object of type int is no function"),
+        ({"learning_rate": object()}, "optimizer.lr: an object of type object is no value of a setting"),
+        ({"reward_weights": [0.9, object()]}, "reward.weights: an object of type object is no value of a setting"),
         ({"stepz": 3}, "unknown setting 'stepz'"),
         ({"environment": Notebook}, "'environment' is a section; set one of its settings, such as environment.path"),
         ({"data": {"path": ["a"], "prompt_column": "prompt"}, "data.path": "b"}, "data.path is given twice"),
@@ -170,6 +181,120 @@ def test_a_mistake_that_the_launcher_finds_is_raised_and_leaves_no_folder(
     with pytest.raises(headrace.SettingError, match=r"^model.path: nowhere does not exist$"):
         headrace.train("nowhere", "length", ["a"])
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A launcher that saves the recipe as `headrace run` does, and what is called while it runs: `launched.append(call)`."""
+    calls = list[Any]()
+
+    def run(self: WatchedRun, words: list[str]) -> RunEnd:
+        if calls:
+            calls.pop()()
+        recipe = read_recipe(words[0])
+        if not Path(str(recipe.data.path)).exists():
+            return RunEnd(2, "data.path: no such file")
+        save_recipe(recipe)
+        return RunEnd(0, "")
+
+    monkeypatch.setattr(WatchedRun, "run", run)
+    return calls
+
+
+def two_functions() -> tuple[Any, Any]:
+    notebook = Notebook().cell("def score(completion_ids):\n    return [1.0]")
+    first = notebook.names["score"]
+    notebook.cell("def score(completion_ids):\n    return [-1.0]")
+    return first, notebook.names["score"]
+
+
+def used_by(run: headrace.Run) -> tuple[str, str]:
+    """The last lines of a run's function and rows."""
+    files = str(run.recipe.reward.path).partition(":")[0], str(run.recipe.data.path)
+    function, rows = (Path(file).read_text().splitlines()[-1] for file in files)
+    return function.strip(), rows
+
+
+def test_scripts_that_start_at_the_same_time_have_a_run_folder_each(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    one, other = two_functions()
+    made = list[headrace.Run]()
+    launched.append(lambda: made.append(headrace.train("m", other, ["b"])))
+    made.append(headrace.train("m", one, ["a"]))
+    assert [(run.dir.name, *used_by(run)) for run in made] == [
+        ("run-2", "return [-1.0]", '{"prompt": "b"}'),
+        ("run", "return [1.0]", '{"prompt": "a"}'),
+    ]
+
+
+def test_a_second_call_in_a_run_folder_changes_no_file_of_the_first(launched: list[Any], tmp_path: Path):
+    """It comes before the first run has a journal."""
+    one, other = two_functions()
+    launched.append(lambda: headrace.train("m", other, ["b"], run_dir=tmp_path / "run"))
+    run = headrace.train("m", one, ["a"], run_dir=tmp_path / "run")
+    assert used_by(run) == ("return [1.0]", '{"prompt": "a"}')
+
+
+def test_two_calls_that_choose_the_same_names_of_files_are_not_mixed(tmp_path: Path):
+    first, second = PythonInputs(tmp_path), PythonInputs(tmp_path)
+    first.write()
+    with pytest.raises(headrace.SettingError, match=r"run.dir: a run is under way in"):
+        second.write()
+
+
+def test_a_refused_start_leaves_the_functions_and_rows_of_the_run(launched: list[Any], tmp_path: Path):
+    one, other = two_functions()
+    run = headrace.train("m", one, ["a"], eval=["c"], run_dir=tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()}
+    with pytest.raises(headrace.SettingError, match="no such file"):
+        run.resume(steps=4, reward_funcs=other, eval_dataset=["d"], data_path="missing.jsonl")
+    assert {path: path.read_bytes() for path in run.dir.rglob("*") if path.is_file()} == before
+    resumed = run.resume(steps=4, reward_funcs=other, eval_dataset=["d"])
+    assert used_by(resumed) == ("return [-1.0]", '{"prompt": "a"}')
+    assert resumed.recipe.eval.path == f"{run.dir}/inputs_2/held_out.jsonl"
+
+
+def test_a_renamed_run_continues_with_its_own_functions_and_rows(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another run has its old name now."""
+    monkeypatch.chdir(tmp_path)
+    one, other = two_functions()
+    headrace.train("m", [one, "length"], ["a"]).dir.rename(tmp_path / "good")
+    assert headrace.train("m", other, ["b"]).dir == tmp_path / "runs/run"
+    resumed = headrace.Run("good").resume(steps=4)
+    inputs = tmp_path / "good" / "inputs"
+    assert resumed.recipe.reward.path == (f"{inputs}/functions.py:score", "length")
+    assert (resumed.recipe.data.path, resumed.recipe.run.dir) == (f"{inputs}/prompts.jsonl", f"{tmp_path}/good")
+
+
+def test_the_model_of_a_renamed_run_is_its_own(launched: list[Any], tmp_path: Path):
+    runs = [headrace.train("m", "length", ["a"], run_dir=tmp_path / name) for name in ("first", "second")]
+    for run in runs:
+        exported = run.dir / "checkpoints" / "step_2" / "hf"
+        exported.mkdir(parents=True)
+        (exported / "config.json").write_text("{}")
+        (run.dir / "summary.json").write_text(json.dumps({"export": str(exported)}))
+    renamed = runs[0].dir.rename(tmp_path / "good")
+    runs[1].dir.rename(tmp_path / "first")
+    assert headrace.Run(renamed).model == renamed / "checkpoints" / "step_2" / "hf"
+
+
+def test_an_interrupt_after_the_run_has_begun_leaves_what_it_needs_to_continue(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(self: WatchedRun, words: list[str]) -> RunEnd:
+        save_recipe(read_recipe(words[0]))
+        raise KeyboardInterrupt
+
+    one, _ = two_functions()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(WatchedRun, "run", interrupted)
+        headrace.train("m", one, ["a"], run_dir=tmp_path / "run")
+    resumed = headrace.Run(tmp_path / "run").resume(steps=2)
+    assert used_by(resumed) == ("return [1.0]", '{"prompt": "a"}')
 
 
 def test_torchrun_does_not_start_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -232,9 +357,31 @@ def test_a_list_of_texts_has_prompts_and_a_list_of_existing_files_has_files(
     Path("a.jsonl").write_text('{"prompt": "a"}\n')
     inputs = PythonInputs(tmp_path / "run")
     assert inputs.settings({"data.path": ["a.jsonl", Path("a.jsonl")]}) == {"data.path": [f"{tmp_path}/a.jsonl"] * 2}
-    inputs.settings({"data.path": ["a.jsonl", "is a file"]})
+    inputs.settings({"data.path": ["Read a.jsonl", "1/2", "run", "a\0b"]})
     inputs.write()
-    assert (tmp_path / "run/inputs/prompts.jsonl").read_text() == '{"prompt": "a.jsonl"}\n{"prompt": "is a file"}\n'
+    lines = (tmp_path / "run/inputs/prompts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["Read a.jsonl", "1/2", "run", "a\0b"]
+
+
+@pytest.mark.parametrize(
+    ("data", "missing"),
+    [
+        (["a.jsonl", "typo"], "typo"),
+        (["typo.jsonl", "b.parquet"], "typo.jsonl"),
+        ([Path("a.jsonl"), "typo.jsonl"], "typo.jsonl"),
+        (["openai/gsm8k", "org/other"], "openai/gsm8k"),
+    ],
+)
+def test_names_of_files_do_not_become_prompts(
+    data: list[Any], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").touch()
+    with pytest.raises(
+        headrace.SettingError, match=f"^eval.path: '{missing}' is no file that exists, in a list of files"
+    ):
+        PythonInputs(tmp_path / "run").settings({"eval.path": data})
+    PythonInputs(tmp_path / "run").settings({"eval.path": [{"prompt": each} for each in data]})
 
 
 def test_paths_become_absolute_and_other_words_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

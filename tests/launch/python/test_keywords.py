@@ -1,10 +1,12 @@
 """Settings as a Python caller writes them: by their names here, and by those of TRL and verl where these mean the same."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.comm.errors import SettingError
 from headrace.launch.config.load import known_settings, recipe_of
@@ -95,6 +97,8 @@ def test_a_setting_of_trl_with_other_units_or_words_is_translated(settings: dict
         ({"optimizer.lr": 1, "optimizer": "adamw"}, "optimizer is given as a section and as one value, 'adamw'"),
         ({"sampling.top_p": {"a": 1}}, "sampling.top_p is one value and has no settings of its own"),
         ({"per_device_train_batch_size": 3}, "= 3 samples a step are not whole groups of batch.samples_per_prompt=8"),
+        ({"per_device_train_batch_size": 8, "num_generations": "x"}, "batch.samples_per_prompt=x is not allowed; it takes int >= 1"),
+        ({"epsilon": 0.2, "actor_rollout_ref": {"actor": {"clip_ratio": 0.3}}}, "is given twice, as epsilon and as actor_rollout_ref.actor.clip_ratio"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 is not allowed; it takes int >= 1"),
         ({"per_device_train_batch_size": 8, "batch.prompts_per_step": 1}, "batch.prompts_per_step is given twice"),
     ],
@@ -104,11 +108,28 @@ def test_a_mistake_is_told_in_one_line_that_names_the_setting(settings: dict[str
     assert told in text and "\n" not in text
 
 
+class Schedule(StrEnum):
+    """As `SchedulerType` of transformers."""
+
+    COSINE = "cosine"
+
+
 def test_values_of_numpy_and_paths_become_plain_ones():
     given = {"a": [np.int64(3), Path("x/y")], "b": (np.bool_(True),), "c": {"d": np.float32(0.5)}, "e": "text"}
     found = plain(given)
     assert found == {"a": [3, "x/y"], "b": [True], "c": {"d": 0.5}, "e": "text"}
+    assert plain([torch.bfloat16, torch.tensor(0.5), Schedule.COSINE]) == ["bfloat16", 0.5, "cosine"]
+    assert type(plain(Schedule.COSINE)) is str
+    assert type(dotted_settings({"epsilon": np.float32(0.5)})["algorithm.clip_low"]) is float
     assert [type(each) for each in (*found["a"], *found["b"])] == [int, str, bool]
+
+
+def test_the_batch_of_a_run_that_continues_counts_in_its_own_groups_and_devices():
+    saved = recipe_of({"batch": {"samples_per_prompt": 2}, "roles": {"actor": 3}})
+    found = dotted_settings({"gradient_accumulation_steps": 2}, saved=saved)
+    assert found == {"batch.prompts_per_step": 8 * 2 * 3 // 2}
+    found = dotted_settings({"gradient_accumulation_steps": 2, "num_generations": 4}, saved=saved)
+    assert found["batch.prompts_per_step"] == 8 * 2 * 3 // 4
 
 
 def test_arguments_of_a_chat_template_stay_one_value():

@@ -28,12 +28,12 @@ class WrittenNotebook(Notebook):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._inputs = PythonInputs(folder)
 
     def path_of(self, name: str) -> str:
         """The recipe's words for an object of the notebook; its file is written."""
-        found = self._inputs.settings({"reward.path": self.names[name]})["reward.path"]
-        self._inputs.write()
+        inputs = PythonInputs(self._folder)
+        found = inputs.settings({"reward.path": self.names[name]})["reward.path"]
+        inputs.write()
         return found
 
     def result(self, name: str, *arguments: object) -> str:
@@ -191,6 +191,35 @@ def test_what_has_no_source_is_refused_by_name(notebook: WrittenNotebook, cell: 
     assert told in notebook.refused("f")
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "API_KEY = 'sk-secret-123'",
+        "my_token = 'hf_abcDEF0123456789'",
+        "HEADERS = {'Authorization': 'Bearer tell-no-one-5'}",
+        "KEYS = ['tell-no-one-5']",
+    ],
+)
+def test_a_secret_of_the_script_is_not_written(notebook: WrittenNotebook, cell: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", "tell-no-one-5")
+    name = cell.partition(" ")[0]
+    notebook.cell(f"{cell}\ndef f():\n    return {name}")
+    told = notebook.refused("f")
+    assert f"reward.path: the function uses {name}, which looks like a secret" in told and "tell" not in told
+    assert 'read it inside the function, with os.environ["NAME"]' in told
+
+
+def test_other_tokens_and_keys_are_written_for_the_owner_alone(
+    notebook: WrittenNotebook, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUDGE_KEY", "")
+    notebook.cell("STOP_TOKEN = '<|endoftext2|>'\nMAX_TOKENS = 512\nANSWER_KEY = 'final_answer'\nTOKENIZER = 'a/b-0.5'")
+    notebook.cell("def f():\n    return STOP_TOKEN, MAX_TOKENS, ANSWER_KEY, TOKENIZER")
+    assert notebook.result("f") == "('<|endoftext2|>', 512, 'final_answer', 'a/b-0.5')"
+    file = Path(notebook.path_of("f").rpartition(":")[0])
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_function_without_source_or_with_another_one_is_refused(notebook: WrittenNotebook):
     exec("def f():\n    return 1", notebook.names)  # noqa: S102 - as an interpreter does
     assert "the source of f is not known" in notebook.refused("f")
@@ -198,6 +227,39 @@ def test_a_function_without_source_or_with_another_one_is_refused(notebook: Writ
     file = notebook.names["g"].__code__.co_filename
     linecache.cache[file] = (1, None, ["def g():\n", "    return 2\n"], file)
     assert "the source of g has changed since it was defined; start the script again" in notebook.refused("g")
+
+
+@pytest.mark.parametrize(
+    ("defined", "edited"),
+    [
+        ("def f(c):\n    return 1.0 if len(c) > 5 else 0.0", "def f(c):\n    return 1.0 if len(c) < 5 else 0.0"),
+        ("def f(a, b):\n    return a + b", "def f(a, b):\n    return a - b"),
+        (
+            "def f(x):\n    return sorted(x, key=lambda y: y + 1)",
+            "def f(x):\n    return sorted(x, key=lambda y: y - 1)",
+        ),
+        ("def f(x, n=1):\n    return x", "def f(x, n=2):\n    return x"),
+        ("def f(x, *, n=1):\n    return x", "def f(x, *, n=2):\n    return x"),
+    ],
+)
+def test_an_edit_of_any_part_of_a_function_is_noticed(notebook: WrittenNotebook, defined: str, edited: str):
+    notebook.cell(defined)
+    assert notebook.path_of("f")
+    file = notebook.names["f"].__code__.co_filename
+    linecache.cache[file] = (1, None, edited.splitlines(keepends=True), file)
+    with pytest.raises(SettingError, match="has changed since (it|f) was defined; (start the script|define f) again"):
+        notebook.path_of("f")
+
+
+def test_a_default_value_that_the_script_has_changed_later_is_refused(notebook: WrittenNotebook):
+    notebook.cell(
+        "LIMIT = 5\nclass A:\n    value = 1\ndef f(x, limit=LIMIT, *, kind=A, more=A.value, cache={}, n=-1):\n    cache[x] = limit"
+    )
+    notebook.names["f"](2)
+    assert notebook.path_of("f")
+    notebook.cell("LIMIT = 50")
+    with pytest.raises(SettingError, match="reward.path: the default of limit, LIMIT, has changed since f was defined"):
+        notebook.path_of("f")
 
 
 def test_a_constant_is_read_back_as_it_was():

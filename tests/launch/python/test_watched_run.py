@@ -135,6 +135,17 @@ def test_the_steps_that_a_resumed_run_gave_up_are_read_when_they_are_trained_aga
     assert [*steps.read()] == [{"step": 1}]
 
 
+def test_a_file_that_was_cut_and_has_grown_since_the_last_look_is_read_in_whole_lines(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    steps = NewSteps(path)
+    write(path, *range(6))
+    assert len([*steps.read()]) == 6
+    write(path, 0, 1, mode="w")
+    with path.open("a") as file:
+        file.writelines(json.dumps({"step": step, "again": True}) + "\n" for step in range(2, 9))
+    assert [each["step"] for each in steps.read()] == [6, 7, 8]
+
+
 def test_a_run_that_starts_again_has_new_steps(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     write(path, 0, 1)
