@@ -4,6 +4,7 @@ Hosts, addresses, and the folders of the run, its models, data and functions sta
 """
 
 import json
+import math
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,18 +145,20 @@ def _results(model: TrainedModel) -> list[str]:
 
 
 def _measured(path: Path, num_steps: int) -> tuple[list[float], list[dict[str, float]], float]:
-    """Mean reward of each of the first steps, evaluations of their versions, and their seconds."""
+    """Mean reward of each of the first steps, evaluations of their versions, and their seconds.
+
+    The evaluation of a version is in the line of the step during which it was completed, which may be a later one.
+    """
     rewards: list[float] = []
     evaluations: list[dict[str, float]] = []
     seconds = 0.0
     # A line may be damaged by a power cut, or be in the writing.
     with suppress(OSError, ValueError, KeyError), path.open(encoding="utf-8") as file:
         for line in map(json.loads, file):
-            if line["step"] >= num_steps:
-                break
-            rewards.append(line["reward/mean"])
-            seconds = line["time_s"]
-            if "eval/version" in line:
+            if line["step"] < num_steps:
+                rewards.append(line["reward/mean"])
+                seconds = line["time_s"]
+            if line.get("eval/version", math.inf) <= num_steps:
                 evaluations.append({key: value for key, value in line.items() if key.startswith("eval/")})
     return rewards, evaluations, seconds
 
