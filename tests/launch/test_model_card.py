@@ -81,7 +81,9 @@ def test_the_card_of_an_earlier_checkpoint_ends_with_its_own_step(run: Path):
     (earlier / "config.json").write_text("{}")
     text = card(TrainedModel.find(str(earlier)))
     assert "| reward | 0.100  (mean of step 2) |" in text and "| time | 2 min |" in text
-    assert "| held-out: eval/test/avg@1 | first 0.010 (step 0) -> best 0.030 (step 2) |" in text, "in the line of step 3"
+    assert "| held-out: eval/test/avg@1 | first 0.010 (step 0) -> best 0.030 (step 2) |" in text, (
+        "in the line of step 3"
+    )
 
 
 def test_a_base_model_and_data_of_the_hub_are_named_with_the_licence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
