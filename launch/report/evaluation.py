@@ -91,7 +91,7 @@ def _read(word: str, overrides: Sequence[str]) -> tuple[TrainedModel, Recipe]:
         model = TrainedModel.find(word)
         recipe = read_recipe(model.recipe_file, overrides)
     if model.is_adapter:
-        whole = Path(model.path).parent / WHOLE
+        whole = model.beside / WHOLE
         way = f"evaluate {whole}" if whole.is_dir() else "merge it first (merge_and_unload in peft)"
         raise SettingError(f"{model.path} is an adapter without its base model; {way}")
     if recipe.is_emulated:
