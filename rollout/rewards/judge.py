@@ -38,7 +38,7 @@ _WITH_REFERENCE = _TASK.format(against=" against the reference answer", referenc
 _WITHOUT_REFERENCE = _TASK.format(against="", reference="")
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 _LABEL = re.compile(r"(?<![^\W_])score\W{0,5}?[:=]\W{0,5}?(?=[-+]?\.?\d)", re.IGNORECASE)
-"""What stands before the number of a named score; `final_score` is such a name, `underscore` is not."""
+"""The words before the number of a score. `final_score` is such a word, and `underscore` is another one."""
 _FRACTION = re.compile(
     r"""
     (?<! [^\W_] | [-+.,] )                          # not the end of another number, as in `1e-3`
@@ -117,7 +117,7 @@ class Judge:
 def read_score(text: str) -> float | None:
     """The score in a judge's answer: after the last `Score:`, or the only number; `8/10` is 0.8. None without one.
 
-    The reasoning before `</think>` does not count. A number in another form, such as `0,8`, `1e-3` or `85%`, is no score.
+    The reasoning before `</think>` does not count. A number in another form, such as `0,8`, `1e-3` or `85%`, does not count either.
     """
     text = text.rpartition("</think>")[2]
     labels = [*_LABEL.finditer(text)]
