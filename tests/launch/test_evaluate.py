@@ -256,6 +256,21 @@ def test_an_evaluation_without_any_score_fails_with_the_reasons(run: Path, capfd
     assert "no response has a score" in error
 
 
+def test_sigterm_ends_it_like_ctrl_c_and_leaves_no_empty_file(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    def terminated(evaluation: LocalEvaluation) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield []
+
+    monkeypatch.setattr(LocalEvaluation, "turns", terminated)
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has not taken the signal"))
+    try:
+        assert main([str(run)]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capfd.readouterr().err == "headrace: interrupted after 0 of 2 samples\n"
+    assert not list(run.rglob("*.evaluation*"))
+
+
 def test_help_names_the_forms_and_no_word_is_a_mistake(capfd: Any):
     assert main(["--help"]) == 0
     assert "MODEL [KEY=VALUE ...]" in capfd.readouterr().out
