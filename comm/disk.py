@@ -92,16 +92,24 @@ def make_folders(above: Path, *names: str) -> Path:
 class AppendFile:
     """An append-only file of whole records. If a record does not fit, its part is cut off, and it waits for room."""
 
-    def __init__(self, path: Path, deadline_s: float) -> None:
-        """Opens the file, and waits for room if it is a new one on a full disk. Raises `DiskFull`."""
+    def __init__(self, path: Path, deadline_s: float, *, is_new: bool = False) -> None:
+        """Opens the file, and waits for room if it is a new one on a full disk. is_new: it must not exist.
+
+        Raises `DiskFull`, and `FileExistsError`.
+        """
         self.path = path
         self.deadline_s = deadline_s
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if is_new else 0)
         self.descriptor = when_writable(path, lambda: os.open(path, flags, 0o644), deadline_s)
 
     def append(self, record: bytes) -> None:
         """Write a record; returns once the operating system has it. Raises `DiskFull`, or an `OSError` with another cause."""
         when_writable(self.path, lambda: self._write(memoryview(record)), self.deadline_s)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the open file, wherever its name has gone."""
+        return os.fstat(self.descriptor).st_size
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -109,7 +117,7 @@ class AppendFile:
             self.descriptor = -1
 
     def _write(self, record: memoryview) -> None:
-        num_bytes = os.fstat(self.descriptor).st_size
+        num_bytes = self.num_bytes
         try:
             while record:  # a disk that becomes full accepts a part of it first
                 record = record[os.write(self.descriptor, record) :]

@@ -23,7 +23,7 @@ those of a model without a run:
   --out FILE  the file for the responses, by default CHECKPOINT.evaluation.jsonl beside the checkpoint's folder; an existing
               file is never overwritten
 
-Exit codes: 0, 2 for a mistake, 130 after Ctrl-C, and 1 if no response has a score.
+Exit codes: 0, 2 for a mistake, 130 after Ctrl-C or SIGTERM, and 1 if no response has a score.
 """
 
 
@@ -36,7 +36,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
-    with sleeping_threads():
+    from .processes.signals import interrupted_by_sigterm
+
+    with sleeping_threads(), interrupted_by_sigterm():
         from .report.evaluation import EvalRequest, evaluate
 
         return evaluate(EvalRequest.of(given.words, given.out))

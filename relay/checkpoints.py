@@ -119,8 +119,8 @@ class CheckpointFolder:
                 self.path(step) / MANIFEST, msgspec.json.encode(msgspec.structs.replace(manifest, score=score))
             )
 
-    def problem(self, step: int) -> str:
-        """Why a checkpoint cannot be loaded, "" if it can be. It reads every byte."""
+    def problem(self, step: int, pattern: str = "*") -> str:
+        """Why a checkpoint cannot be loaded, all or the files of a pattern; "" if it can be. It reads every byte of them."""
         path = self.path(step)
         if not path.is_dir():
             return "is missing"
@@ -128,6 +128,8 @@ class CheckpointFolder:
             return f"is incomplete (no {MANIFEST})"
         for name, entry in manifest.files.items():
             file = path / name
+            if not Path(name).match(pattern):
+                continue
             if not file.is_file():
                 return f"lacks {name}"
             if (size := file.stat().st_size) != entry.num_bytes:

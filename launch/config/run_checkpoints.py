@@ -64,11 +64,16 @@ class TrainedModel(NamedTuple):
     @classmethod
     def of(cls, path: str) -> "TrainedModel":
         """The model at `path`, which belongs to a run if it is called as those in a checkpoint, whether or not it exists."""
-        folder = _absolute(path)
-        step = _STEP.fullmatch(folder.parent.name)
-        if folder.name not in (WHOLE, ADAPTER) or step is None or folder.parent.parent.name != _CHECKPOINTS:
-            return cls(path)
-        return cls(path, _written_as(path, folder.parents[2]), int(step[1]))
+        for folder in (_absolute(path), Path(path).resolve()):  # which may be a link to one
+            step = _STEP.fullmatch(folder.parent.name)
+            if folder.name in (WHOLE, ADAPTER) and step and folder.parent.parent.name == _CHECKPOINTS:
+                return cls(path, _written_as(path, folder.parents[2]), int(step[1]))
+        return cls(path)
+
+    @property
+    def beside(self) -> Path:
+        """The folder that its folder is in."""
+        return _absolute(self.path).parent
 
     @classmethod
     def find(cls, word: str, setting: str = "") -> "TrainedModel":
@@ -130,7 +135,11 @@ def _find(word: str, setting: str) -> TrainedModel:
     """
     folder = _absolute(word)
     is_checkpoint = folder.parent.name == _CHECKPOINTS
-    if is_checkpoint and folder.name in ("latest", "best") and folder.is_file():
+    if is_checkpoint and folder.name in ("latest", "best") and folder.parent.is_dir():
+        if not folder.is_file():
+            why = "" if folder.name == "latest" else "; checkpoint.best of that run chooses it"
+            run = _written_as(word, folder.parents[1])
+            raise SettingError(f"{setting}the run in {run} has no {folder.name} checkpoint{why}")
         folder = folder.with_name(folder.read_text(encoding="utf-8").strip())
     if not word or (folder / _CONFIG).exists() or (folder / _ADAPTER_CONFIG).exists():
         return TrainedModel.of(word)

@@ -1,9 +1,7 @@
 """`headrace plan`: its words and its page of help."""
 
 import argparse
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..command_line import CommandParser, exit_code
@@ -37,17 +35,8 @@ def _parser() -> PlanParser:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    from ..processes.signals import interrupted_by_sigterm
     from .plan import plan
 
-    with _interrupted_by_sigterm():
+    with interrupted_by_sigterm():
         plan(arguments)
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the present run like Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -38,6 +38,16 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM, by which a scheduler ends a job, ends a command like Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def wait_for_signal(seconds: float) -> int:
     """The next signal of `WATCHED`; 0 if none comes within `seconds`, or if this process is stopped and continued meanwhile.
 

@@ -1,5 +1,6 @@
 """An evaluation without a run: its words, its checks, and what it prints and writes."""
 
+import itertools
 import os
 import time
 from collections import Counter
@@ -47,8 +48,8 @@ class EvalRequest:
     model: TrainedModel
     recipe: Recipe
     """With the model's path, and an evaluation that is on."""
-    out: Path
-    """A file that does not exist yet."""
+    out: Path | None
+    """The file for the responses that the user has named, which does not exist yet."""
     max_running: int | None
     """Samples that are decoded together, if the user has said so."""
 
@@ -63,7 +64,7 @@ class EvalRequest:
             )
         model, recipe = _read(names[0], overrides)
         chooses = any(word.startswith("generator.max_running=") for word in overrides)
-        return cls(model, recipe, _out_file(out, model), recipe.generator.max_running if chooses else None)
+        return cls(model, recipe, _named_file(out), recipe.generator.max_running if chooses else None)
 
 
 def evaluate(request: EvalRequest) -> int:
@@ -90,7 +91,7 @@ def _read(word: str, overrides: Sequence[str]) -> tuple[TrainedModel, Recipe]:
         model = TrainedModel.find(word)
         recipe = read_recipe(model.recipe_file, overrides)
     if model.is_adapter:
-        whole = Path(model.path).parent / WHOLE
+        whole = model.beside / WHOLE
         way = f"evaluate {whole}" if whole.is_dir() else "merge it first (merge_and_unload in peft)"
         raise SettingError(f"{model.path} is an adapter without its base model; {way}")
     if recipe.is_emulated:
@@ -102,26 +103,33 @@ def _read(word: str, overrides: Sequence[str]) -> tuple[TrainedModel, Recipe]:
     return model, with_device_defaults(recipe, Gpus.of_this_host())
 
 
-def _out_file(given: str | None, model: TrainedModel) -> Path:
-    """The file for the responses: beside the checkpoint's folder, or in the present one where that cannot be written."""
-    if given is not None:
-        if Path(given).exists():
-            raise SettingError(f"--out: {given} exists already; name another file, or remove it")
-        if not Path(given).absolute().parent.is_dir():
-            raise SettingError(f"--out: {Path(given).parent} is not a folder")
-        return Path(given)
+def _named_file(out: str | None) -> Path | None:
+    """The file of `--out`, if it is given. Raises `SettingError` for one that exists, or has no folder."""
+    if out is None:
+        return None
+    if Path(out).exists():
+        raise _exists(out)
+    if not Path(out).absolute().parent.is_dir():
+        raise SettingError(f"--out: {Path(out).parent} is not a folder")
+    return Path(out)
+
+
+def _exists(out: str | Path) -> SettingError:
+    return SettingError(f"--out: {out} exists already; name another file, or remove it")
+
+
+def _usual_files(model: TrainedModel) -> Iterator[Path]:
+    """Names for the file: beside the checkpoint's folder, or in the present one where that cannot be written."""
     here = Path.cwd()
     folder = here / model.path.replace("/", "--")
     if model.is_local:
         folder = Path(model.path).absolute()
         folder = folder.parent if folder.name == WHOLE and model.run_dir else folder
     above = folder.parent if os.access(folder.parent, os.W_OK) else here
-    file = above / f"{folder.name}.evaluation.jsonl"
-    number = 1
-    while file.exists():
-        number += 1
-        file = above / f"{folder.name}.evaluation-{number}.jsonl"
-    return file.relative_to(here) if file.is_relative_to(here) else file
+    above = above.relative_to(here) if above.is_relative_to(here) else above
+    yield above / f"{folder.name}.evaluation.jsonl"
+    for number in itertools.count(2):
+        yield above / f"{folder.name}.evaluation-{number}.jsonl"
 
 
 def _check(recipe: Recipe) -> Any:
@@ -154,9 +162,9 @@ def _evaluate(request: EvalRequest) -> int:
         raise SettingError(f"{error}{hint}") from error
     prompts = open_evaluation(recipe.data, recipe.eval, recipe.run.steps, num_shares=1)
     assert prompts is not None, "the prompts were just checked"
-    say(f"evaluating {_title(request)} on {_contents(prompts)}; the responses go to {request.out}")
     started = time.monotonic()
-    with _opened(request.out, recipe.comm.deadline_s) as file:
+    with _opened(request) as file:
+        say(f"evaluating {_title(request)} on {_contents(prompts)}; the responses go to {file.path}")
         from ...rollout.local_evaluation import LocalEvaluation, LocalGenerator
         from ...rollout.rewards.pool import open_rewards
 
@@ -176,11 +184,12 @@ def _evaluate(request: EvalRequest) -> int:
                         tally.add(sample.event)
                     tally.tell(evaluation.num_decoding, evaluation.num_elsewhere)
             except KeyboardInterrupt:
-                print_message(f"interrupted after {tally.num_done} of {num_samples} samples; {request.out} has them")
+                place = f"; {file.path} has them" if tally.num_done else ""
+                print_message(f"interrupted after {tally.num_done} of {num_samples} samples{place}")
                 raise
         metrics = evaluation.metrics()
     loaded_s = tally.started - started
-    print_table({"model": _title(request), **_rows(metrics), **tally.rows(loaded_s), "responses": str(request.out)})
+    print_table({"model": _title(request), **_rows(metrics), **tally.rows(loaded_s), "responses": str(file.path)})
     if tally.num_scored:
         return 0
     print_message("error: no response has a score, for the reasons above")
@@ -241,18 +250,27 @@ class Tally:
 
 
 @contextmanager
-def _opened(path: Path, deadline_s: float) -> Iterator[AppendFile]:
+def _opened(request: EvalRequest) -> Iterator[AppendFile]:
     """The new file for the responses; without any it is removed again."""
-    try:
-        file = AppendFile(path, deadline_s)
-    except OSError as error:
-        raise SettingError(f"--out: cannot write {path}: {error.strerror}") from error
+    file = _new_file(request)
     try:
         yield file
     finally:
+        if not file.num_bytes:
+            file.path.unlink(missing_ok=True)
         file.close()
-        if not path.stat().st_size:
-            path.unlink()
+
+
+def _new_file(request: EvalRequest) -> AppendFile:
+    """The file, which no other evaluation has: of the usual names the first that is free. Raises `SettingError`."""
+    for path in [request.out] if request.out else _usual_files(request.model):
+        try:
+            return AppendFile(path, request.recipe.comm.deadline_s, is_new=True)
+        except FileExistsError:  # perhaps made since the words were read
+            continue
+        except OSError as error:
+            raise SettingError(f"--out: cannot write {path}: {error.strerror}") from error
+    raise _exists(str(request.out))
 
 
 def _title(request: EvalRequest) -> str:

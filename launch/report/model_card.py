@@ -1,9 +1,10 @@
 """The model card of a trained model: `README.md` in its folder, in the form of the Hugging Face Hub.
 
-The folder and the host of the run, and the folders of models and data, stay out of it: it may be published.
+Hosts, addresses, and the folders of the run, its models, data and functions stay out of it: it may be published.
 """
 
 import json
+import math
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import yaml
@@ -18,6 +20,7 @@ import yaml
 from ...comm.clock import duration
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
+from ...comm.recipe.run import is_address
 from ..config.load import LAB, parse_recipe
 from ..config.run_checkpoints import ADAPTER, TrainedModel
 from ..config.run_folder import METRICS_FILE, read_summary
@@ -28,8 +31,9 @@ from .summary import evaluation_rows, reward_text
 CARD = "README.md"
 MARK = "<!-- Written by Headrace. Remove this line, and the file is not written again. -->"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".py")
 _SHOWN_ELSEWHERE = ("run.dir", "run.steps", "run.resume", "model.path", "data.path", "reward.path", "eval.path")
+_TEXTS = ("checkpoint.best", "data.system_prompt", "sampling.stop")
+"""Settings that name no file, although they may have a slash."""
 _OF_THE_MACHINES = ("comm", LAB)
 """Sections that say nothing about the model."""
 _MOST_TEXT = 200
@@ -93,7 +97,7 @@ def changed_settings(recipe: Recipe) -> Iterator[str]:
         for key, value in values.items():
             name = f"{section}.{key}"
             if name not in _SHOWN_ELSEWHERE and value != defaults[section][key]:
-                yield f"{name}={show_value(_public(value))}"
+                yield f"{name}={show_value(_public(value, is_text=name in _TEXTS))}"
 
 
 def _head(model: TrainedModel, recipe: Recipe | None, base: str) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def _head(model: TrainedModel, recipe: Recipe | None, base: str) -> dict[str, An
     head["tags"] = ["headrace", *(["reinforcement-learning"] if recipe is not None else [])]
     if model.is_adapter:
         head["tags"].append("lora")
-    datasets = [path for path in recipe.data.paths if _is_hub_id(path)] if recipe is not None else []
+    datasets = [path for path in recipe.data.paths if _is_dataset(path)] if recipe is not None else []
     return head | ({"datasets": datasets} if datasets else {})
 
 
@@ -118,9 +122,9 @@ def _facts(recipe: Recipe, source: str) -> dict[str, str]:
     rewards = recipe.reward.functions.values() or [recipe.environment.path]
     return {
         "base model": source,
-        "data": ", ".join(map(_shown, recipe.data.paths)),
-        "held-out data": ", ".join(map(_shown, recipe.eval.paths)),
-        "reward": ", ".join(map(_shown, rewards)),
+        "data": ", ".join(map(_data_name, recipe.data.paths)),
+        "held-out data": ", ".join(map(_data_name, recipe.eval.paths)),
+        "reward": ", ".join(map(_reward_name, rewards)),
         "algorithm": f"advantage {_shown(algorithm.advantage)}, loss {_shown(algorithm.loss)}",
         "batch": f"{batch.prompts_per_step} prompts with {batch.samples_per_prompt} samples each",
         "weights": f"LoRA of rank {recipe.lora.rank}" if recipe.lora.rank else "all",
@@ -141,18 +145,20 @@ def _results(model: TrainedModel) -> list[str]:
 
 
 def _measured(path: Path, num_steps: int) -> tuple[list[float], list[dict[str, float]], float]:
-    """Mean reward of each of the first steps, evaluations of their versions, and their seconds."""
+    """Mean reward of each of the first steps, evaluations of their versions, and their seconds.
+
+    The evaluation of a version is in the line of the step during which it was completed, which may be a later one.
+    """
     rewards: list[float] = []
     evaluations: list[dict[str, float]] = []
     seconds = 0.0
     # A line may be damaged by a power cut, or be in the writing.
     with suppress(OSError, ValueError, KeyError), path.open(encoding="utf-8") as file:
         for line in map(json.loads, file):
-            if line["step"] >= num_steps:
-                break
-            rewards.append(line["reward/mean"])
-            seconds = line["time_s"]
-            if "eval/version" in line:
+            if line["step"] < num_steps:
+                rewards.append(line["reward/mean"])
+                seconds = line["time_s"]
+            if line.get("eval/version", math.inf) <= num_steps:
                 evaluations.append({key: value for key, value in line.items() if key.startswith("eval/")})
     return rewards, evaluations, seconds
 
@@ -203,7 +209,7 @@ def _license(path: str, base: str) -> str:
 
 def _cached(name: str, file: str) -> str:
     """The path of a file of a model in the Hub's cache; empty if it is not there."""
-    if not _is_hub_id(name):
+    if not _HUB_ID.fullmatch(name) or Path(name).exists():
         return ""
     from huggingface_hub import try_to_load_from_cache
 
@@ -211,25 +217,40 @@ def _cached(name: str, file: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _is_hub_id(name: str) -> bool:
-    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists() and not name.endswith(_FILES)
+def _is_dataset(name: str) -> bool:
+    """Whether a name is that of a data set of the Hub, which its cache has: a folder that is not here looks the same."""
+    if not _HUB_ID.fullmatch(name) or Path(name).exists():
+        return False
+    from huggingface_hub import constants
+
+    return (Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}").is_dir()
+
+
+def _data_name(path: str) -> str:
+    return path if _is_dataset(path) else _shown(path)
+
+
+def _reward_name(path: str) -> str:
+    """A reward function; of a server only the judge's model, as its address has a host and perhaps a secret."""
+    if not is_address(path):
+        return _shown(path)
+    model = parse_qs(urlsplit(path).fragment).get("model", [""])[-1]
+    return f"a judge ({_shown(model)})" if model else "a server"
 
 
 def _shown(name: str) -> str:
-    """A file or folder, perhaps with a name after it, without those above it; a name on the Hub as it is."""
-    path, colon, inner = name.partition(":")
-    return name if _is_hub_id(name) else f"{Path(path).name}{colon}{inner}"
+    """A file or folder, perhaps with a name after it, without those above it."""
+    return "(an address)" if is_address(name) else name.rstrip("/").rpartition("/")[2]
 
 
-def _public(value: Any) -> Any:
-    """A setting's value without folders of this machine, and without pages of text."""
+def _public(value: Any, *, is_text: bool) -> Any:
+    """A setting's value without folders and addresses, and without pages of text."""
     if isinstance(value, str):
         if len(value) > _MOST_TEXT:
             return f"({len(value)} characters)"
-        is_place = value.startswith("/") and len(Path(value).parts) > 2  # no stop string such as `/think`
-        return _shown(value) if is_place else value
+        return value if is_text or "{" in value else _shown(value)  # a chat template has braces
     if isinstance(value, Sequence):
-        return [_public(each) for each in value]
+        return [_public(each, is_text=is_text) for each in value]
     if isinstance(value, Mapping):
-        return {key: _public(each) for key, each in value.items()}
+        return {key: _public(each, is_text=is_text) for key, each in value.items()}
     return value

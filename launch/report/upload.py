@@ -47,10 +47,11 @@ class PushRequest(NamedTuple):
         if not model.is_local:
             raise SettingError(f"{word} does not exist")
         if is_adapter and not model.is_adapter:
-            adapter = Path(model.path).parent / ADAPTER
+            adapter = model.beside / ADAPTER
             if not adapter.is_dir():
                 raise SettingError(f"--adapter: {model.path} was trained without an adapter; {adapter} does not exist")
             model = model._replace(path=str(adapter))
+        _check_weights(model)
         return cls(model, name)
 
 
@@ -58,9 +59,25 @@ def real_hub() -> Hub:
     """The Hub with the user's token. Raises `SettingError` without one."""
     from huggingface_hub import HfApi, get_token
 
-    if not get_token():
+    token = get_token()
+    if not token:
         raise SettingError("the Hub wants a token: `hf auth login` stores one, or set HF_TOKEN")
+    if not (token.isascii() and token.isprintable()):
+        raise SettingError("the token of the Hub has a character that none has; check HF_TOKEN, or `hf auth login`")
     return HfApi()
+
+
+def _check_weights(model: TrainedModel) -> None:
+    """Raise `SettingError` if the weights are not those that a run has written in this checkpoint."""
+    if model.run_dir is None:
+        return
+    from ...relay.checkpoints import CheckpointFolder
+
+    checkpoints = CheckpointFolder(model.run_dir)
+    if model.step not in checkpoints.whole():  # a run may export a model alone
+        return
+    if problem := checkpoints.problem(model.step, f"{Path(model.path).resolve().name}/*.safetensors"):
+        raise SettingError(f"{checkpoints.path(model.step)} {problem}; take another checkpoint")
 
 
 def _check_name(name: str) -> None:
@@ -81,6 +98,7 @@ def push(request: PushRequest, hub: Hub, *, is_private: bool, is_update: bool) -
     from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     model = request.model
+    repository = None
     try:
         repository = hub.create_repo(request.name, private=is_private or None, exist_ok=is_update)
         name = str(repository.repo_id)
@@ -91,24 +109,27 @@ def push(request: PushRequest, hub: Hub, *, is_private: bool, is_update: bool) -
         message = f"Trained with Headrace for {model.step} steps" if model.step else "Published with Headrace"
         hub.upload_folder(repo_id=name, folder_path=model.path, commit_message=message)
     except (HTTPError, OSError, HFValidationError) as error:
-        raise _explained(error, request.name) from error
+        raise _explained(error, request, has_begun=repository is not None) from error
     if base := _local_base(model):
         print_message(f"warning: adapter_config.json names the base model by a folder of this machine, {base}")
     say(f"{repository} has {model.path}")
 
 
 def _write_card(model: TrainedModel, name: str) -> None:
-    """The card gets the name in the Hub. A folder that cannot be written is uploaded with the card that it has."""
+    """The card gets the name in the Hub. Without a new card the folder is uploaded with the one that it has."""
     try:
         write_card(model, name)
+    except SettingError as error:  # a run of another version of the program has other settings
+        print_message(f"warning: the model card is not written: {model.recipe_file}: {error}")
     except OSError as error:
         print_message(f"warning: the model card is not written: {error}")
 
 
-def _explained(error: Exception, name: str) -> HeadraceError:
-    """One line about an error of the Hub or of the way to it."""
-    if isinstance(error, SettingError):
-        return error
+def _explained(error: Exception, request: PushRequest, *, has_begun: bool) -> HeadraceError:
+    """One line about an error of the Hub, of the way to it, or of the files. has_begun: the repository is there."""
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    name = request.name
     status = getattr(getattr(error, "response", None), "status_code", None)
     refusals = {
         401: "the Hub does not accept the token; `hf auth login` stores another one",
@@ -119,11 +140,12 @@ def _explained(error: Exception, name: str) -> HeadraceError:
     if status in refusals:
         return SettingError(refusals[status])
     if status is not None and status < 500:
-        return SettingError(f"the Hub refuses {name}: {_first_line(error)}")
+        return SettingError(f"the Hub refuses {name}: {_first_line(getattr(error, 'server_message', None) or error)}")
+    hint = "; --update continues the upload" if has_begun else ""
+    if not isinstance(error, HTTPError | ConnectionError | TimeoutError):
+        return SettingError(f"{request.model.path} cannot be uploaded: {_first_line(error)}{hint}")
     where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    return HubUnreachable(
-        f"the Hub at {where} cannot be reached: {_first_line(error)}; --update continues an upload that had begun"
-    )
+    return HubUnreachable(f"the Hub at {where} cannot be reached: {_first_line(error)}{hint}")
 
 
 def _local_base(model: TrainedModel) -> str:
@@ -135,6 +157,6 @@ def _local_base(model: TrainedModel) -> str:
     return ""
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: Exception | str) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -86,6 +86,10 @@ class Endpoint:
             self._key = os.environ.get(variable, "").strip()
             if not self._key:
                 raise SettingError(f"reward.path: key={variable}, but the environment variable {variable} is not set")
+            if not (self._key.isascii() and self._key.isprintable()):
+                raise SettingError(
+                    f"reward.path: key={variable}: a key has printable ASCII characters alone, and {variable} has others"
+                )
         is_local = urlsplit(self._url).hostname in _LOCAL
         self._opener = urllib.request.build_opener(
             _NoRedirects, *([urllib.request.ProxyHandler({})] if is_local else [])
@@ -101,15 +105,17 @@ class Endpoint:
             try:
                 loop = asyncio.get_running_loop()
                 answer = await loop.run_in_executor(self._threads, self._attempt, content, deadline)
-                return json.loads(answer)
-            except ValueError:
-                raise EndpointError(f"{self._url}: the answer is not JSON") from None
+                break
             except _Refused as refusal:
                 wanted_s = refusal.pause_s
                 if wanted_s is None or time.monotonic() + max(wanted_s, pause_s) >= deadline:
                     raise EndpointError(f"{self._url}: {refusal}") from None
                 await asyncio.sleep(max(wanted_s, pause_s * random.uniform(0.5, 1.0)))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise EndpointError(f"{self._url}: the answer is not JSON") from None
 
     def _attempt(self, content: bytes, deadline: float) -> bytes:
         """One request; raises `_Refused`."""

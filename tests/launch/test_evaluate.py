@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from support.policies import tiny_policy
 
+from headrace.comm.errors import SettingError
 from headrace.launch.evaluate import main
-from headrace.launch.report.evaluation import EvalRequest
+from headrace.launch.report.evaluation import EvalRequest, evaluate
 from headrace.relay.checkpoints import CheckpointFolder
+from headrace.rollout.local_evaluation import LocalEvaluation
 
 REWARDS = '''
 """Rewards: the length of a response, an error, and one that never answers."""
@@ -92,6 +94,47 @@ def test_an_existing_file_is_never_written_again(run: Path, capfd: Any):
     assert str(second) in capfd.readouterr().out
     assert main([str(run), "--out", str(first)]) == 2
     assert f"--out: {first} exists already" in capfd.readouterr().err
+
+
+def test_two_evaluations_at_a_time_have_a_file_each_and_neither_removes_that_of_the_other(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+):
+    requests = [EvalRequest.of([str(run)], None) for _ in range(2)]
+    turns = LocalEvaluation.turns
+
+    def with_a_second(evaluation: LocalEvaluation) -> Any:
+        monkeypatch.setattr(LocalEvaluation, "turns", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(requests[1])
+        return turns(evaluation)
+
+    def interrupted(evaluation: LocalEvaluation) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalEvaluation, "turns", with_a_second)
+    assert evaluate(requests[0]) == 0
+    assert len(lines_of(run / "checkpoints" / "step_4.evaluation.jsonl")) == 2
+    assert not (run / "checkpoints" / "step_4.evaluation-2.jsonl").exists()
+    assert capfd.readouterr().err == "headrace: interrupted after 0 of 2 samples\n"
+    named = EvalRequest.of([str(run)], str(tmp_path / "out.jsonl"))
+    (tmp_path / "out.jsonl").write_text("of another\n")
+    with pytest.raises(SettingError, match=r"^--out: .*out.jsonl exists already"):
+        evaluate(named)
+    assert (tmp_path / "out.jsonl").read_text() == "of another\n"
+
+
+def test_responses_are_kept_in_a_file_that_is_moved_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    file = run / "checkpoints" / "step_4.evaluation.jsonl"
+    turns = LocalEvaluation.turns
+
+    def after_a_move(evaluation: LocalEvaluation) -> Any:
+        file.rename(run / "mine.jsonl")
+        return turns(evaluation)
+
+    monkeypatch.setattr(LocalEvaluation, "turns", after_a_move)
+    assert main([str(run)]) == 0
+    assert len(lines_of(run / "mine.jsonl")) == 2
+    capfd.readouterr()
 
 
 def test_settings_of_the_command_line_override_those_of_the_run(
@@ -211,6 +254,21 @@ def test_an_evaluation_without_any_score_fails_with_the_reasons(run: Path, capfd
     out, error = capfd.readouterr()
     assert "2 x no answer within reward.timeout_s=0.1" in out
     assert "no response has a score" in error
+
+
+def test_sigterm_ends_it_like_ctrl_c_and_leaves_no_empty_file(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    def terminated(evaluation: LocalEvaluation) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield []
+
+    monkeypatch.setattr(LocalEvaluation, "turns", terminated)
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has not taken the signal"))
+    try:
+        assert main([str(run)]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capfd.readouterr().err == "headrace: interrupted after 0 of 2 samples\n"
+    assert not list(run.rglob("*.evaluation*"))
 
 
 def test_help_names_the_forms_and_no_word_is_a_mistake(capfd: Any):

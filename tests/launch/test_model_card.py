@@ -81,7 +81,9 @@ def test_the_card_of_an_earlier_checkpoint_ends_with_its_own_step(run: Path):
     (earlier / "config.json").write_text("{}")
     text = card(TrainedModel.find(str(earlier)))
     assert "| reward | 0.100  (mean of step 2) |" in text and "| time | 2 min |" in text
-    assert "| held-out: eval/test/avg@1 | 0.010 (step 0) |" in text
+    assert "| held-out: eval/test/avg@1 | first 0.010 (step 0) -> best 0.030 (step 2) |" in text, (
+        "in the line of step 3"
+    )
 
 
 def test_a_base_model_and_data_of_the_hub_are_named_with_the_licence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -89,6 +91,8 @@ def test_a_base_model_and_data_of_the_hub_are_named_with_the_licence(tmp_path: P
     cached.write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     files = {"config.json": str(tmp_path / "config.json"), CARD: str(cached)}
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: files[file])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub" / "datasets--org--sums").mkdir(parents=True)
     run = make_run(tmp_path / "run", "model.path=org/base", "data.path=[org/sums,more.jsonl]", "lora.rank=4")
     head, text = parts(card(TrainedModel.find(str(run))))
     assert (head["base_model"], head["license"], head["datasets"]) == ("org/base", "apache-2.0", ["org/sums"])
@@ -96,6 +100,33 @@ def test_a_base_model_and_data_of_the_hub_are_named_with_the_licence(tmp_path: P
     head, text = parts(card(TrainedModel.find(str(run / "checkpoints" / "step_4" / "adapter"))))
     assert (head["library_name"], head["base_model"]) == ("peft", "org/base")
     assert "lora" in head["tags"] and "This adapter (LoRA) was trained" in text and "AutoPeftModel" in text
+
+
+def test_a_card_has_no_address_of_a_server(tmp_path: Path):
+    judge = "judge+https://judge.corp.internal:8443/v1?api_key=SECRET#model=/srv/models/judge-8b&key=JUDGE_KEY"
+    run = make_run(tmp_path / "run", f"reward.path=['{judge}','http://10.1.2.3:9000/score?token=SECRET']")
+    text = card(TrainedModel.find(str(run)))
+    assert "| reward | a judge (judge-8b), a server |" in text
+    assert not any(secret in text for secret in ("corp", "8443", "SECRET", "JUDGE_KEY", "10.1.2.3", "srv"))
+
+
+@pytest.mark.parametrize("folder", ["clients/acme", "../acme", "~/acme", "/home/acme", "acme:1/acme"])
+def test_of_a_file_a_card_has_the_last_name_alone(folder: str):
+    words = [f"environment.tools=[{folder}/tools.py:search]", f"lora.path={folder}/adapter", "lora.rank=4"]
+    recipe = read_recipe(None, [*words, "data.system_prompt=yes/no", "sampling.stop=[</a>,/think]"])
+    assert {*changed_settings(recipe)} == {
+        "data.system_prompt=yes/no",
+        "lora.rank=4",
+        "lora.path=adapter",
+        'sampling.stop=["</a>","/think"]',
+        'environment.tools=["tools.py:search"]',
+    }
+
+
+def test_a_data_folder_that_is_elsewhere_is_no_data_set_of_the_hub(tmp_path: Path):
+    run = make_run(tmp_path / "run", "data.path=data/acme_prompts")
+    head, text = parts(card(TrainedModel.find(str(run))))
+    assert "datasets" not in head and "| data | acme_prompts |" in text
 
 
 def test_a_long_text_is_named_by_its_length():

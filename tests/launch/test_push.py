@@ -48,10 +48,10 @@ class StandIn:
         self.message = commit_message or ""
 
 
-def refusal(status: int) -> HfHubHTTPError:
-    """The error of a Hub that answers with this status."""
+def refusal(status: int, reason: str | None = None) -> HfHubHTTPError:
+    """The error of a Hub that answers with this status, and perhaps a reason."""
     response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
-    return HfHubHTTPError(f"status {status}\nmore", response=response)
+    return HfHubHTTPError(f"status {status}\nmore", response=response, server_message=reason)
 
 
 @pytest.fixture
@@ -109,9 +109,11 @@ def test_an_existing_repository_gets_a_commit_only_where_asked(run: Path, capfd:
         (refusal(403), 2, "the token may not write to user/model"),
         (refusal(404), 2, "no user or organization for user/model"),
         (refusal(413), 2, "the Hub refuses user/model: status 413"),
-        (refusal(503), 1, "cannot be reached: status 503"),
+        (refusal(400, "Invalid name\nmore"), 2, "the Hub refuses user/model: Invalid name\n"),
+        (refusal(503), 1, "cannot be reached: status 503; --update continues the upload"),
         (OfflineModeIsEnabled("offline mode is enabled."), 1, "cannot be reached: offline mode is enabled"),
         (ConnectionResetError("reset"), 1, "cannot be reached: reset"),
+        (FileNotFoundError(2, "No such file", "model.safetensors"), 2, "hf cannot be uploaded: [Errno 2] No such file"),
     ],
     ids=lambda value: str(value).splitlines()[0],
 )
@@ -119,6 +121,44 @@ def test_an_error_of_the_hub_is_one_line(run: Path, error: Exception, code: int,
     assert main([str(run), "user/model"], StandIn(error=error)) == code
     text = capfd.readouterr().err
     assert message in text and text.count("\n") == 1 and text.startswith("headrace: error: ")
+
+
+def test_before_the_repository_is_made_there_is_no_upload_to_continue(run: Path, capfd: Any):
+    hub = StandIn()
+    hub.create_repo = lambda *_, **__: (_ for _ in ()).throw(OfflineModeIsEnabled("offline"))
+    assert main([str(run), "user/model"], hub) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("headrace: error: the Hub at ") and error.endswith(" cannot be reached: offline\n")
+
+
+def test_a_recipe_of_another_version_leaves_the_card_as_it_is(run: Path, capfd: Any):
+    (run / "config.yaml").write_text("foo: {bar: 1}\n")
+    hub = StandIn()
+    assert main([str(run), "user/model"], hub) == 0
+    assert hub.uploads[0][1].keys() == {"config.json"}
+    warning = f"headrace: warning: the model card is not written: {run / 'config.yaml'}: unknown setting 'foo"
+    assert capfd.readouterr().err.startswith(warning)
+
+
+def test_damaged_weights_are_refused_before_the_hub_is_asked(run: Path, capfd: Any):
+    hf = run / "checkpoints" / "step_3" / "hf"
+    weights = hf / "model.safetensors"
+    weights.write_text("weights")
+    CheckpointFolder(run).seal(3)
+    (hf / "config.json").write_text('{"mine": 1}')
+    hub = StandIn()
+    assert main([str(run), "user/model"], hub) == 0, "the user may change other files"
+    weights.write_text("weighty")
+    assert main([str(run), "user/model"], hub) == 2
+    assert "step_3 has a damaged hf/model.safetensors: its digest is wrong; take another" in capfd.readouterr().err
+    assert len(hub.made) == 1
+
+
+def test_within_its_folder_a_model_is_that_of_its_run(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(run / "checkpoints" / "step_3" / "hf")
+    hub = StandIn()
+    assert main([".", "user/model", "--adapter"], hub) == 0
+    assert "for 3 steps" in hub.message and "adapter_config.json" in hub.uploads[0][1]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +191,10 @@ def test_without_a_token_the_hub_is_not_asked(run: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     assert main([str(run), "user/model"]) == 2
     assert "the Hub wants a token: `hf auth login` stores one, or set HF_TOKEN" in capfd.readouterr().err
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_secreté")
+    assert main([str(run), "user/model"]) == 2
+    error = capfd.readouterr().err
+    assert "the token of the Hub has a character that none has" in error and "secret" not in error
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_token")
     assert isinstance(real_hub(), HfApi)
 

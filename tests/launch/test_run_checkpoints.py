@@ -115,6 +115,25 @@ def test_a_command_refuses_a_folder_without_a_model(run: Path, tmp_path: Path):
         TrainedModel.find(str(tmp_path / "begun"))
 
 
+def test_a_pointer_that_a_run_does_not_have_is_refused(run: Path):
+    (run / "checkpoints/best").unlink()
+    with pytest.raises(SettingError, match=r"^the run in .*my run has no best checkpoint; checkpoint.best"):
+        TrainedModel.find(str(run / "checkpoints/best"))
+    (run / "checkpoints/latest").unlink()
+    with pytest.raises(SettingError, match=r"^model.path: the run in .*my run has no latest checkpoint$"):
+        resolved(run / "checkpoints/latest")
+
+
+def test_a_model_is_of_its_run_from_within_its_folder_and_by_a_link(run: Path, monkeypatch: pytest.MonkeyPatch):
+    link = run.parent / "my model"
+    link.symlink_to(run / "checkpoints/step_2/hf")
+    assert TrainedModel.find(str(link)) == (str(link), run, 2)
+    monkeypatch.chdir(link.resolve())
+    model = TrainedModel.find(".")
+    assert model == (".", run, 2)
+    assert model.beside == run / "checkpoints/step_2"
+
+
 def test_the_chat_template_of_the_other_run_follows_unless_the_recipe_has_one(run: Path):
     assert resolved(run).data.chat_template == "tokenizer"
     assert resolved(run).data.chat_template_kwargs == {"enable_thinking": False}

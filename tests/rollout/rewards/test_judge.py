@@ -15,7 +15,7 @@ from headrace.rollout.leases import LeasedRow
 from headrace.rollout.rewards.addresses import open_address
 from headrace.rollout.rewards.endpoint import Address, Endpoint, EndpointError
 from headrace.rollout.rewards.function import RewardFunction, Scores, WrongLength, combined
-from headrace.rollout.rewards.judge import NO_NUMBER, OUT_OF_RANGE, read_score
+from headrace.rollout.rewards.judge import CUT, NO_NUMBER, OUT_OF_RANGE, read_score
 from headrace.rollout.rewards.pool import UNSCORED, RewardCall
 from headrace.rollout.row_writer import FinishedRow
 
@@ -91,11 +91,55 @@ def test_an_answer_without_a_usable_score_is_no_reward_and_its_reason_is_counted
         ("score: -1", -1.0),
         ("3 of 4 are right", None),
         ("Score: 1/0", None),
+        ("**Final_score**: 3, for 2 reasons", 3.0),
+        ("Score: _0.8_", 0.8),
+        ("Score: 0,8", None),
+        ("Score: 1e-3", None),
+        ("Score: 1%, which is 0.01", None),
+        ("Score: 0.5 %", None),
+        ("0,8", None),
+        ("1e-3", None),
+        ("85%", None),
+        ("Score: 8/10%", None),
+        ("Score: 1-2", None),
+        ("An underscore: 3 of 4", None),
         ("none", None),
     ],
 )
 def test_a_score_is_the_last_named_one_or_the_only_number(text: str, found: float | None):
     assert read_score(text) == found
+
+
+def test_an_answer_that_was_cut_off_is_no_reward():
+    answer = chat("<think>\nOkay, let me sort the digits. The first is 1")
+    answer["choices"][0]["finish_reason"] = "length"
+    with serving(lambda number, body: (200, answer)) as server:
+        scores = score(judge(server.url), "x")
+    assert (scores.rewards, scores.extra[0]["judge/reason"]) == ([None], CUT)
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "1"}], 1])
+def test_a_content_that_is_no_text_is_named(content: Any):
+    with (
+        serving(lambda number, body: (200, chat(content))) as server,
+        pytest.raises(EndpointError, match="not a chat completion"),
+    ):
+        score(judge(server.url), "x")
+
+
+@pytest.mark.parametrize("call", ["", "/", "/chat/completions"])
+def test_the_query_of_a_judges_address_follows_its_path(call: str):
+    with serving(lambda number, body: (200, chat("1"))) as server:
+        assert score(f"judge+{server.url}/v1{call}?api-version=2#model=m", "x").rewards == [1.0]
+    assert server.paths == ["/v1/chat/completions?api-version=2"]
+
+
+@pytest.mark.parametrize("key", ["sk-a\nb", "sk-é"])
+def test_a_key_that_no_header_can_have_is_refused_at_the_start(key: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(SettingError, match=r"^reward.path: key=MY_KEY: a key has printable ASCII") as caught:
+        open_address("http://host/score#key=MY_KEY", 30.0)
+    assert key not in str(caught.value)
 
 
 def test_a_busy_endpoint_is_asked_again_and_a_refusal_is_not():
