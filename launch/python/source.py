@@ -30,6 +30,8 @@ _CONTAINERS: Mapping[type, tuple[str, str]] = {
 _SECRET_NAME = re.compile(r"(.*_)?(api_?)?(key|token|secret|passw(or)?d|credential)s?(_.*)?", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(?=.*\d)[\w+/=.:-]{8,}")
 """Names of secrets, and how one looks: long, in one word, with a digit. A text such as `STOP_TOKEN = "</s>"` is none."""
+_PREPARING = ("EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL")
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _PLAIN = (
     ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.UnaryOp, ast.BinOp, ast.expr_context, ast.operator, ast.unaryop,
 )  # fmt: skip
@@ -287,9 +289,18 @@ def _check_unchanged(setting: str, function: FunctionType, code: CodeType) -> No
 
 
 def _gist(code: CodeType) -> tuple[Any, ...]:
-    """What two compilations of one source have in common, wherever in a file it stands."""
+    """What two compilations of one source have in common, wherever in a file it stands.
+
+    A call of an imported module's function is compiled in another way in the file that has the import than in another cell. So
+    instructions are compared by their names and values, without those that only prepare a call, and without the lengths of jumps.
+    """
     constants = [_gist(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts]
-    return code.co_code, code.co_names, code.co_varnames, constants
+    steps = [
+        (each.opname.replace("LOAD_METHOD", "LOAD_ATTR"), None if each.opcode in _JUMPS else each.argval)
+        for each in dis.get_instructions(code)
+        if each.opname not in _PREPARING and not isinstance(each.argval, CodeType)
+    ]
+    return steps, code.co_names, code.co_varnames, constants
 
 
 def _check_defaults(setting: str, function: FunctionType, tree: ast.Module) -> None:

@@ -238,6 +238,11 @@ def test_a_function_without_source_or_with_another_one_is_refused(notebook: Writ
             "def f(x):\n    return sorted(x, key=lambda y: y + 1)",
             "def f(x):\n    return sorted(x, key=lambda y: y - 1)",
         ),
+        (
+            "import re\ndef f(x):\n    return re.findall('a', x) + 1",
+            "import re\ndef f(x):\n    return re.findall('a', x) - 1",
+        ),
+        ("def f(x):\n    return 1 if x else 0", "def f(x):\n    return 1 if not x else 0"),
         ("def f(x, n=1):\n    return x", "def f(x, n=2):\n    return x"),
         ("def f(x, *, n=1):\n    return x", "def f(x, *, n=2):\n    return x"),
     ],
