@@ -294,7 +294,11 @@ def _gist(code: CodeType) -> tuple[Any, ...]:
     A call of an imported module's function is compiled in another way in the file that has the import than in another cell. So
     instructions are compared by their names and values, without those that only prepare a call, and without the lengths of jumps.
     """
-    constants = [_gist(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts]
+    constants: list[Any] = [
+        _gist(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts
+    ]
+    if code.co_consts and isinstance(doc := code.co_consts[0], str):  # that of a function within an `if` is indented
+        constants[0] = inspect.cleandoc(doc)
     steps = [
         (each.opname.replace("LOAD_METHOD", "LOAD_ATTR"), None if each.opcode in _JUMPS else each.argval)
         for each in dis.get_instructions(code)

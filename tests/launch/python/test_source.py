@@ -256,6 +256,11 @@ def test_an_edit_of_any_part_of_a_function_is_noticed(notebook: WrittenNotebook,
         notebook.path_of("f")
 
 
+def test_a_function_within_a_condition_is_the_one_that_is_written(notebook: WrittenNotebook):
+    notebook.cell('if True:\n    def f(x):\n        """One.\n\n        Two.\n        """\n        return x + 1')
+    assert notebook.result("f", 1) == "2"
+
+
 def test_a_default_value_that_the_script_has_changed_later_is_refused(notebook: WrittenNotebook):
     notebook.cell(
         "LIMIT = 5\nclass A:\n    value = 1\ndef f(x, limit=LIMIT, *, kind=A, more=A.value, cache={}, n=-1):\n    cache[x] = limit"
