@@ -29,7 +29,7 @@ _CONTAINERS: Mapping[type, tuple[str, str]] = {
 }  # fmt: skip
 _SECRET_NAME = re.compile(r"(.*_)?(api_?)?(key|token|secret|passw(or)?d|credential)s?(_.*)?", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(?=.*\d)[\w+/=.:-]{8,}")
-"""Names of secrets, and how one looks: long, in one word, with a digit. A text such as `STOP_TOKEN = "</s>"` is none."""
+"""Names of secrets, and how one looks: long, in one word, with a digit. `STOP_TOKEN = "</s>"` does not look like one."""
 _PREPARING = ("EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL")
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _PLAIN = (
@@ -289,7 +289,7 @@ def _check_unchanged(setting: str, function: FunctionType, code: CodeType) -> No
 
 
 def _gist(code: CodeType) -> tuple[Any, ...]:
-    """What two compilations of one source have in common, wherever in a file it stands.
+    """The parts of compiled code that are the same for the same source at any place in a file.
 
     A call of an imported module's function is compiled in another way in the file that has the import than in another cell. So
     instructions are compared by their names and values, without those that only prepare a call, and without the lengths of jumps.

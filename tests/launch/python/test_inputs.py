@@ -88,9 +88,7 @@ def test_names_of_files_do_not_become_prompts(
 ):
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").touch()
-    with pytest.raises(
-        headrace.SettingError, match=f"^eval.path: '{missing}' is no file that exists, in a list of files"
-    ):
+    with pytest.raises(headrace.SettingError, match=f"^eval.path: '{missing}' does not exist, in a list of files"):
         PythonInputs(tmp_path / "run").settings({"eval.path": data})
     PythonInputs(tmp_path / "run").settings({"eval.path": [{"prompt": each} for each in data]})
 
