@@ -213,7 +213,7 @@ def _start(sections: Mapping[str, Any], recipe: Recipe, inputs: PythonInputs, on
     if "LOCAL_WORLD_SIZE" in os.environ:
         raise SettingError("headrace.train starts torchrun itself; start the script with python")
     if on_step is not None and not callable(on_step):
-        raise SettingError(f"on_step: an object of type {type(on_step).__name__} is no function")
+        raise SettingError(f"on_step: an object of type {type(on_step).__name__} is not a function")
     check_run_folder(recipe.run)
     run_dir = make_run_folder(recipe.run.dir)
     folder = inputs.write()

@@ -127,7 +127,7 @@ def _check_plain(setting: str, value: Any) -> None:
             _check_plain(setting, each)
     elif value is not None and type(value) not in (str, int, float, bool):
         raise SettingError(
-            f"{setting}: an object of type {type(value).__name__} is no value of a setting; give a number, a text, a list or a dict"
+            f"{setting}: an object of type {type(value).__name__} cannot be the value of a setting; give a number, a text, a list or a dict"
         )
 
 
@@ -168,7 +168,7 @@ def _refuse_missing(setting: str, entries: Any) -> None:
     missing = str(next(each for each in entries if not _is_source(each)))
     shown = missing if len(missing) <= _SHOWN else f"{missing[:_SHOWN]}..."
     raise SettingError(
-        f"{setting}: {shown!r} is no file that exists, in a list of files; a name on the Hub is pathlib.Path(...) there, and a prompt"
+        f"{setting}: {shown!r} does not exist, in a list of files; a name on the Hub is pathlib.Path(...) there, and a prompt"
         ' is {"prompt": ...}'
     )
 

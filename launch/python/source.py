@@ -29,7 +29,9 @@ _CONTAINERS: Mapping[type, tuple[str, str]] = {
 }  # fmt: skip
 _SECRET_NAME = re.compile(r"(.*_)?(api_?)?(key|token|secret|passw(or)?d|credential)s?(_.*)?", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(?=.*\d)[\w+/=.:-]{8,}")
-"""Names of secrets, and how one looks: long, in one word, with a digit. A text such as `STOP_TOKEN = "</s>"` is none."""
+"""Names of secrets, and how one looks: long, in one word, with a digit. `STOP_TOKEN = "</s>"` does not look like one."""
+_PREPARING = ("EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL")
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _PLAIN = (
     ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.UnaryOp, ast.BinOp, ast.expr_context, ast.operator, ast.unaryop,
 )  # fmt: skip
@@ -287,9 +289,22 @@ def _check_unchanged(setting: str, function: FunctionType, code: CodeType) -> No
 
 
 def _gist(code: CodeType) -> tuple[Any, ...]:
-    """What two compilations of one source have in common, wherever in a file it stands."""
-    constants = [_gist(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts]
-    return code.co_code, code.co_names, code.co_varnames, constants
+    """The parts of compiled code that are the same for the same source at any place in a file.
+
+    A call of an imported module's function is compiled in another way in the file that has the import than in another cell. So
+    instructions are compared by their names and values, without those that only prepare a call, and without the lengths of jumps.
+    """
+    constants: list[Any] = [
+        _gist(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts
+    ]
+    if code.co_consts and isinstance(doc := code.co_consts[0], str):  # that of a function within an `if` is indented
+        constants[0] = inspect.cleandoc(doc)
+    steps = [
+        (each.opname.replace("LOAD_METHOD", "LOAD_ATTR"), None if each.opcode in _JUMPS else each.argval)
+        for each in dis.get_instructions(code)
+        if each.opname not in _PREPARING and not isinstance(each.argval, CodeType)
+    ]
+    return steps, code.co_names, code.co_varnames, constants
 
 
 def _check_defaults(setting: str, function: FunctionType, tree: ast.Module) -> None:

@@ -238,6 +238,11 @@ def test_a_function_without_source_or_with_another_one_is_refused(notebook: Writ
             "def f(x):\n    return sorted(x, key=lambda y: y + 1)",
             "def f(x):\n    return sorted(x, key=lambda y: y - 1)",
         ),
+        (
+            "import re\ndef f(x):\n    return re.findall('a', x) + 1",
+            "import re\ndef f(x):\n    return re.findall('a', x) - 1",
+        ),
+        ("def f(x):\n    return 1 if x else 0", "def f(x):\n    return 1 if not x else 0"),
         ("def f(x, n=1):\n    return x", "def f(x, n=2):\n    return x"),
         ("def f(x, *, n=1):\n    return x", "def f(x, *, n=2):\n    return x"),
     ],
@@ -249,6 +254,11 @@ def test_an_edit_of_any_part_of_a_function_is_noticed(notebook: WrittenNotebook,
     linecache.cache[file] = (1, None, edited.splitlines(keepends=True), file)
     with pytest.raises(SettingError, match="has changed since (it|f) was defined; (start the script|define f) again"):
         notebook.path_of("f")
+
+
+def test_a_function_within_a_condition_is_the_one_that_is_written(notebook: WrittenNotebook):
+    notebook.cell('if True:\n    def f(x):\n        """One.\n\n        Two.\n        """\n        return x + 1')
+    assert notebook.result("f", 1) == "2"
 
 
 def test_a_default_value_that_the_script_has_changed_later_is_refused(notebook: WrittenNotebook):
