@@ -22,6 +22,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from ...comm.errors import SettingError
+from ..processes.child import print_message
 
 _FUTURE = "from __future__ import annotations"
 _CONTAINERS: Mapping[type, tuple[str, str]] = {
@@ -281,30 +282,43 @@ def _class_source(owner: type) -> str:
 
 
 def _check_unchanged(setting: str, function: FunctionType, code: CodeType) -> None:
-    """The source is that of the function: a script may have been edited while it runs."""
+    """The source is that of the function: a script may have been edited while it runs.
+
+    Other names or constants are refused. Other instructions are a warning, since the same source may be compiled in several ways.
+    """
     name = function.__name__
     written = [each for each in _codes(code) if each.co_name == name]
-    if not any(_gist(each) == _gist(function.__code__) for each in written):
+    alike = [each for each in written if _gist(each) == _gist(function.__code__)]
+    if not alike:
         raise SettingError(f"{setting}: the source of {name} has changed since it was defined; start the script again")
+    if not any(_steps(each) == _steps(function.__code__) for each in alike):
+        print_message(
+            f"warning: {setting}: the source of {name} seems to have changed since it was defined; the run takes the source as it is now"
+        )
 
 
 def _gist(code: CodeType) -> tuple[Any, ...]:
-    """The parts of compiled code that are the same for the same source at any place in a file.
-
-    A call of an imported module's function is compiled in another way in the file that has the import than in another cell. So
-    instructions are compared by their names and values, without those that only prepare a call, and without the lengths of jumps.
-    """
+    """The parts of compiled code that are the same for the same source at any place in a file."""
     constants: list[Any] = [
         _gist(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts
     ]
     if code.co_consts and isinstance(doc := code.co_consts[0], str):  # that of a function within an `if` is indented
         constants[0] = inspect.cleandoc(doc)
-    steps = [
+    return code.co_names, code.co_varnames, constants
+
+
+def _steps(code: CodeType) -> list[Any]:
+    """The instructions, with those of the functions within.
+
+    A call of an imported module's function is compiled in another way in the file that has the import than in another cell. So
+    instructions are compared by their names and values, without those that only prepare a call, and without the lengths of jumps.
+    """
+    return [
         (each.opname.replace("LOAD_METHOD", "LOAD_ATTR"), None if each.opcode in _JUMPS else each.argval)
-        for each in dis.get_instructions(code)
+        for part in _codes(code)
+        for each in dis.get_instructions(part)
         if each.opname not in _PREPARING and not isinstance(each.argval, CodeType)
     ]
-    return steps, code.co_names, code.co_varnames, constants
 
 
 def _check_defaults(setting: str, function: FunctionType, tree: ast.Module) -> None:
