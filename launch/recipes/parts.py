@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from ...comm.environment import sleeping_threads
 from ...comm.recipe import Recipe
 from ..config.device_defaults import with_device_defaults
 from ..config.gpus import Gpus
@@ -144,6 +145,7 @@ def make_policy(folder: Path, seed: int, task: Task) -> None:
     if folder.is_dir():
         return
     print_message("making and warming up a small policy (once; a minute or two)")
-    from .tiny_policy import build_policy
+    with sleeping_threads():  # beside other work, threads that spin make this ten times as long
+        from .tiny_policy import build_policy
 
-    build_policy(folder, task.characters, task.example, seed=seed, num_steps=task.warm_up_steps)
+        build_policy(folder, task.characters, task.example, seed=seed, num_steps=task.warm_up_steps)
