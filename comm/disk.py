@@ -108,7 +108,7 @@ class AppendFile:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the open file, wherever its name has gone."""
+        """The size of the open file, also if its name was removed."""
         return os.fstat(self.descriptor).st_size
 
     def close(self) -> None:

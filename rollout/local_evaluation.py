@@ -27,6 +27,7 @@ from .engine.sampling import SamplingParams
 from .environments.schemas import tool_schemas
 from .environments.tokens import observation_tokens
 from .episodes import Episodes, open_episodes
+from .generators.builtin import engine_settings
 from .leases import LeasedRow
 from .rewards.pool import Rewards
 from .row_writer import FinishedRow
@@ -52,27 +53,16 @@ class LocalGenerator(Engine):
     """
 
     def __init__(self, recipe: Recipe, longest: Any, most: int, max_running: int | None) -> None:
-        settings = recipe.generator
         self._tokenizer = load_tokenizer(recipe.model.path)
         self._data = recipe.data
         self._tools = tool_schemas(recipe.environment)
         policy = load_policy(recipe.model.path, recipe.model.compute_type, default_device())
         if max_running is None:
             num_tokens = min(self._length(recipe, longest, policy.context), policy.context)
-            memory = available_memory(policy.device, settings.gpu_share)
+            memory = available_memory(policy.device, recipe.generator.gpu_share)
             max_running = min(sequences_that_fit(policy, num_tokens, memory), most, MOST_RUNNING)
         self.max_running = max_running
-        super().__init__(
-            policy,
-            max_running=max_running,
-            seed=recipe.run.seed,
-            kv_gb=settings.kv_gb,
-            exact=settings.exact,
-            prefill_tokens=settings.prefill_tokens,
-            attention=settings.attention,
-            gpu_share=settings.gpu_share,
-            tokenizer=self._tokenizer,
-        )
+        super().__init__(policy, max_running=max_running, tokenizer=self._tokenizer, **engine_settings(recipe))
 
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
         """Token ids of the prompt of a row of data."""

@@ -111,20 +111,27 @@ def run(fleet: "Fleet", recipe: "Recipe") -> None:
 
 def open_rank(fleet: "Fleet", recipe: "Recipe") -> tuple[TensorParallelGroup, Engine, RolloutWeights]:
     """This rank of a replica, once all ranks have joined: its engine and the weights that fill the engine's policy."""
-    g = recipe.generator
     device = default_device()
     replica = TensorParallelGroup.join(fleet, recipe.rollout.tp, device, recipe.comm.deadline_s)
     policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=recipe.lora.rank > 0)
     weights = RolloutWeights(fleet, policy, recipe.comm, recipe.run.dir, replica.tensor_parallel, device, recipe.lora)
     engine = Engine(
         policy,
-        max_running=g.num_slots,
-        seed=recipe.run.seed,
-        kv_gb=g.kv_gb,
-        exact=g.exact,
-        prefill_tokens=g.prefill_tokens,
-        attention=g.attention,
-        gpu_share=g.gpu_share,
+        max_running=recipe.generator.num_slots,
         tokenizer=load_tokenizer(recipe.model.path),
+        **engine_settings(recipe),
     )
     return replica, engine, weights
+
+
+def engine_settings(recipe: "Recipe") -> dict[str, Any]:
+    """The arguments of `Engine` that are settings of a recipe, for a rollout and for an evaluation without a run."""
+    g = recipe.generator
+    return {
+        "seed": recipe.run.seed,
+        "kv_gb": g.kv_gb,
+        "exact": g.exact,
+        "prefill_tokens": g.prefill_tokens,
+        "attention": g.attention,
+        "gpu_share": g.gpu_share,
+    }
