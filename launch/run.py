@@ -6,8 +6,9 @@ how the run ended. Under torchrun it is the supervisor of one rank.
     headrace run RECIPE.yaml|NAME [KEY=VALUE ...] --nnodes 2 --node-rank 0 --master-addr ADDRESS
     headrace run [RECIPE.yaml] join=RUN_FOLDER|HOST:PORT [roles.rollout=N] [roles.relay=N]
 
-The second form tries prompts, rewards and tools. The third runs on each host of a run on several; --nproc-per-node and --master-port are as in torchrun, but that
---nproc-per-node 4,4,1 gives each host a number of its own. The fourth adds the rollouts and relays of a host to a running job.
+The second form tries prompts, rewards and tools. The third runs on each host of a run on several; --nproc-per-node and
+--master-port are as in torchrun, and --nproc-per-node 4,4,1 gives each host a number of its own. The fourth adds the rollouts
+and relays of a host to a running job.
 """
 
 import os
