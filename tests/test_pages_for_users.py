@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.source_tree import ROOT, SOURCES, TREES
 
+import headrace
 from headrace.comm.errors import SettingError
 from headrace.launch.config.help import page as help_page
 from headrace.launch.config.load import known_settings, read_recipe
@@ -114,3 +116,26 @@ def test_every_page_is_linked_by_the_list_of_pages():
     linked = re.findall(r"\]\(use/([\w-]+)\.md\)", (ROOT / "docs" / "README.md").read_text())
     assert {*linked} == {page.stem for page in USE.glob("*.md")}
     assert "](docs/README.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_function_that_stops_early_does_so_after_three_evaluations_without_a_new_best(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    (example,) = re.findall(
+        r"```python\n(import headrace\n\nbest = .*?)```", (USE / "evaluation.md").read_text(), re.DOTALL
+    )
+    given: dict[str, Any] = {}
+
+    def train(*files: str, **settings: Any) -> SimpleNamespace:
+        given.update(settings)
+        return SimpleNamespace(summary={"status": "interrupted", "evaluations": []})
+
+    monkeypatch.setattr(headrace, "train", train)
+    exec(example, {})  # noqa: S102 - the page's own
+    stop = given.pop("on_step")
+    assert {
+        *dotted_settings({name: given[name] for name in given if name not in ("eval", "steps")})
+    } <= known_settings().keys()
+    scores = [None, 0.1, 0.3, None, 0.2, 0.3, None, 0.4, 0.4, 0.1, None, 0.2]
+    ends = [stop({} if score is None else {"eval/held_out/avg@1": score}) for score in scores]
+    assert ends == [False] * 11 + [True]
