@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -118,24 +119,44 @@ def test_every_page_is_linked_by_the_list_of_pages():
     assert "](docs/README.md)" in (ROOT / "README.md").read_text()
 
 
-def test_the_function_that_stops_early_does_so_after_three_evaluations_without_a_new_best(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    (example,) = re.findall(
-        r"```python\n(import headrace\n\nbest = .*?)```", (USE / "evaluation.md").read_text(), re.DOTALL
-    )
+def run_example(page: str, start: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The settings that the example of a page gives to `headrace.train`."""
+    (example,) = re.findall(rf"```python\n({start}.*?)```", (USE / f"{page}.md").read_text(), re.DOTALL)
     given: dict[str, Any] = {}
 
-    def train(*files: str, **settings: Any) -> SimpleNamespace:
+    def train(*_: str, **settings: Any) -> SimpleNamespace:
         given.update(settings)
         return SimpleNamespace(summary={"status": "interrupted", "evaluations": []})
 
     monkeypatch.setattr(headrace, "train", train)
     exec(example, {})  # noqa: S102 - the page's own
+    return given
+
+
+def test_the_function_that_stops_early_does_so_after_three_evaluations_without_a_new_best(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    given = run_example("evaluation", "import headrace\n\nbest = ", monkeypatch)
     stop = given.pop("on_step")
-    assert {
-        *dotted_settings({name: given[name] for name in given if name not in ("eval", "steps")})
-    } <= known_settings().keys()
+    settings = {name: value for name, value in given.items() if name not in ("eval", "steps")}
+    assert {*dotted_settings(settings)} <= known_settings().keys()
     scores = [None, 0.1, 0.3, None, 0.2, 0.3, None, 0.4, 0.4, 0.1, None, 0.2]
     ends = [stop({} if score is None else {"eval/held_out/avg@1": score}) for score in scores]
     assert ends == [False] * 11 + [True]
+
+
+def test_the_function_that_sends_metrics_to_a_tracker_sends_the_numbers_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    sent: list[tuple[dict[str, float], int]] = []
+    tracker = SimpleNamespace(init=lambda project: None, log=lambda metrics, step: sent.append((metrics, step)))
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    log = run_example("metrics", "import headrace\nimport wandb\n", monkeypatch)["on_step"]
+    assert log({"step": 3, "reward/mean": 0.5, "staleness/hist": {"1": 4}}) is None
+    assert sent == [({"step": 3, "reward/mean": 0.5}, 3)]
+
+
+def test_the_pages_answer_usual_wishes_with_a_link_each():
+    _, _, table = (ROOT / "docs" / "README.md").read_text().partition("| I want to | read |\n|---|---|\n")
+    rows = table.partition("\n\n")[0].splitlines()
+    assert len(rows) >= 20 and all("](use/" in row for row in rows)
