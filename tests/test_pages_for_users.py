@@ -2,14 +2,17 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.source_tree import ROOT, SOURCES, TREES
 
+import headrace
 from headrace.comm.errors import SettingError
 from headrace.launch.config.help import page as help_page
 from headrace.launch.config.load import known_settings, read_recipe
@@ -114,3 +117,46 @@ def test_every_page_is_linked_by_the_list_of_pages():
     linked = re.findall(r"\]\(use/([\w-]+)\.md\)", (ROOT / "docs" / "README.md").read_text())
     assert {*linked} == {page.stem for page in USE.glob("*.md")}
     assert "](docs/README.md)" in (ROOT / "README.md").read_text()
+
+
+def run_example(page: str, start: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The settings that the example of a page gives to `headrace.train`."""
+    (example,) = re.findall(rf"```python\n({start}.*?)```", (USE / f"{page}.md").read_text(), re.DOTALL)
+    given: dict[str, Any] = {}
+
+    def train(*_: str, **settings: Any) -> SimpleNamespace:
+        given.update(settings)
+        return SimpleNamespace(summary={"status": "interrupted", "evaluations": []})
+
+    monkeypatch.setattr(headrace, "train", train)
+    exec(example, {})  # noqa: S102 - the page's own
+    return given
+
+
+def test_the_function_that_stops_early_does_so_after_three_evaluations_without_a_new_best(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    given = run_example("evaluation", "import headrace\n\nbest = ", monkeypatch)
+    stop = given.pop("on_step")
+    settings = {name: value for name, value in given.items() if name not in ("eval", "steps")}
+    assert {*dotted_settings(settings)} <= known_settings().keys()
+    scores = [None, 0.1, 0.3, None, 0.2, 0.3, None, 0.4, 0.4, 0.1, None, 0.2]
+    ends = [stop({} if score is None else {"eval/held_out/avg@1": score}) for score in scores]
+    assert ends == [False] * 11 + [True]
+
+
+def test_the_function_that_sends_metrics_to_a_tracker_sends_the_numbers_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    sent: list[tuple[dict[str, float], int]] = []
+    tracker = SimpleNamespace(init=lambda project: None, log=lambda metrics, step: sent.append((metrics, step)))
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    log = run_example("metrics", "import headrace\nimport wandb\n", monkeypatch)["on_step"]
+    assert log({"step": 3, "reward/mean": 0.5, "staleness/hist": {"1": 4}}) is None
+    assert sent == [({"step": 3, "reward/mean": 0.5}, 3)]
+
+
+def test_the_pages_answer_usual_wishes_with_a_link_each():
+    _, _, table = (ROOT / "docs" / "README.md").read_text().partition("| I want to | read |\n|---|---|\n")
+    rows = table.partition("\n\n")[0].splitlines()
+    assert len(rows) >= 20 and all("](use/" in row for row in rows)

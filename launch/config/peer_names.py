@@ -25,6 +25,7 @@ _TRL = {
     "adam_epsilon": "optimizer.eps",
     "beta": "algorithm.kl_coef",
     "bf16": "model.dtype",
+    "data_seed": "run.seed",
     "dataset_config": "data.subset",
     "dataset_name": "data.path",
     "dataset_test_split": "eval.split",
@@ -69,6 +70,7 @@ _TRL = {
     "save_total_limit": "checkpoint.keep",
     "shuffle_dataset": "data.shuffle",
     "steps_per_generation": "batch.updates_per_version",
+    "torch_dtype": "model.dtype",
     "train_dataset": "data.path",
     "use_peft": "lora.rank",
     "use_vllm": "rollout.engine",
@@ -159,21 +161,62 @@ PEERS: Mapping[str, Mapping[str, str]] = {"TRL": _TRL, "verl": _VERL, "prime-rl"
 """For each project, its names of settings (with as many leading sections as needed) and the names here."""
 
 _METRICS = "metrics of each step go to the console, metrics.jsonl and TensorBoard"
+_ON_STEP = "on_step of headrace.train is called with the metrics of each step, and ends the run by returning True"
+_ATTENTION = "the trainer uses PyTorch's attention; generator.attention is that of decoding"
+_REFERENCE = "algorithm.kl_coef compares with the initial policy, which stays as it is"
+_QUANTIZED = "quantized base models are left out; lora.rank trains an adapter on a base in bfloat16"
+_UPLOAD = "headrace push RUN USER/MODEL uploads the model after the run, with --private to a private repository"
 ELSEWHERE: Mapping[str, str] = {
+    "attn_implementation": _ATTENTION,
+    "callbacks": _ON_STEP,
     "deepspeed": "the ranks of roles.actor shard the policy with FSDP2",
+    "disable_dropout": "there is no dropout",
+    "early_stopping_patience": _ON_STEP,
+    "eval_on_start": "with eval.path there is always an evaluation before the first step",
+    "fp16": "float16 is left out; model.dtype is bfloat16 or float32",
     "fsdp": "the ranks of roles.actor shard the policy with FSDP2",
+    "generation_kwargs": "the settings of sampling are sampling.*",
+    "gradient_checkpointing_kwargs": "trainer.activation_checkpointing has no options",
+    "greater_is_better": "checkpoint.best keeps the checkpoint with the highest value of its metric",
+    "hub_model_id": _UPLOAD,
+    "hub_private_repo": _UPLOAD,
+    "load_best_model_at_end": "checkpoint.best keeps the best checkpoint, and checkpoints/best in the run folder names it",
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
     "log_completions": "the run folder has the responses of evaluations (evaluations.jsonl) and of the last steps (rows/)",
     "logger": _METRICS,
+    "logging_dir": "TensorBoard's files are in the folder tensorboard of run.dir",
     "logging_steps": _METRICS,
+    "lora_dropout": "there is no dropout",
+    "lr_scheduler_kwargs": "optimizer.warmup_steps and optimizer.min_lr_ratio shape the schedule",
+    "model_init_kwargs": "the model is loaded with its own configuration, in the type of model.dtype",
     "nnodes": "the option --nnodes gives the number of hosts",
+    "optimizers": "optimizer.name is adamw or adamw8bit",
+    "per_device_eval_batch_size": "each rollout decodes generator.max_running responses together, in an evaluation too",
+    "processing_class": "the tokenizer is that of model.path",
     "project_name": "run.dir alone names a run",
     "push_to_hub": "headrace push uploads the model after the run",
+    "quantization_config": _QUANTIZED,
+    "ref_model": _REFERENCE,
+    "ref_model_mixup_alpha": _REFERENCE,
+    "ref_model_sync_steps": _REFERENCE,
+    "remove_unused_columns": "the reward functions receive all columns of the data",
     "report_to": _METRICS,
+    "reward_processing_classes": "a reward model is a server of its own, which reward.path names",
+    "run_name": "run.dir alone names a run",
+    "sync_ref_model": _REFERENCE,
+    "top_entropy_quantile": "no token is left out for its entropy",
+    "trust_remote_code": "code in the folder of a model is never run",
     "ulysses_sequence_parallel_size": "a trajectory is trained on one rank",
     "use_dynamic_bsz": "micro-batches are always filled up to optimizer.micro_tokens",
+    "use_liger_kernel": "the logits of the trainer are computed in chunks, without further packages",
     "use_remove_padding": "rows are always packed without padding",
     "val_before_train": "with eval.path there is always an evaluation before the first step",
     "val_only": "headrace eval evaluates a model without a run",
+    "vllm_max_model_length": "the context is the model's, and sampling.max_new_tokens bounds a response",
+    "vllm_mode": "roles.actor and roles.rollout divide the GPUs, and share them if there are too few",
+    "vllm_server_base_url": "the rollouts of a run are its server",
+    "vllm_server_host": "the rollouts of a run are its server",
 }
 """The answer to each name of TRL and verl that has no setting here."""
 
@@ -190,4 +233,4 @@ def name_hint(name: str) -> str:
                 return f"; {peer}'s {tail} is {names[tail]}"
         if tail in ELSEWHERE:
             return f"; {ELSEWHERE[tail]}"
-    return ""
+    return f"; {ELSEWHERE[parts[0]]}" if parts[0] in ELSEWHERE else ""

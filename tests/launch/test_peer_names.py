@@ -39,6 +39,8 @@ def test_a_setting_of_an_earlier_version_is_answered_with_what_takes_its_place(n
         ("trainer.total_epochs=3", "; verl's total_epochs is run.steps"),
         ("num_generations=8", "unknown setting 'num_generations'; TRL's num_generations is batch.samples_per_prompt"),
         ("orchestrator.rollouts_per_example=8", "; prime-rl's rollouts_per_example is batch.samples_per_prompt"),
+        ("model_init_kwargs.torch_dtype=bfloat16", "; TRL's torch_dtype is model.dtype"),
+        ("generation_kwargs.min_tokens=8", "unknown setting 'generation_kwargs.min_tokens'; the settings of sampling are sampling.*"),
     ],
 )  # fmt: skip
 def test_names_are_recognised_at_any_depth(word: str, hint: str):

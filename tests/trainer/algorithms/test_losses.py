@@ -1,14 +1,18 @@
 """Each loss equals its paper's formula in float64 NumPy, and its gradient the formula's finite differences."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.source_tree import ROOT
 
 from headrace.comm.errors import SettingError
+from headrace.comm.recipe import AlgorithmSettings
 from headrace.launch.config.load import read_recipe
+from headrace.trainer.algorithms.advantages import open_estimator
 from headrace.trainer.algorithms.losses import LOSSES, LossInputs, open_loss
 
 LENGTHS = (4, 1, 3)
@@ -152,3 +156,26 @@ def test_a_users_loss_is_a_function_in_a_file(tmp_path: Path):
     loss, bounded = open_loss(f"{tmp_path}/mine.py:double")(inputs_of(torch.tensor(new), old, advantages))
     assert loss.tolist() == pytest.approx(-2 * np.repeat(advantages, LENGTHS) * new)
     assert not bounded.any()
+
+
+def test_the_loss_and_the_advantage_of_the_page_are_those_that_it_says(tmp_path: Path):
+    page = (ROOT / "docs" / "use" / "algorithms.md").read_text()
+    (example,) = re.findall(r"```python\n(# own\.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "own.py").write_text(example)
+    for seed in range(4):
+        new, old, advantages = random_case(seed)
+        x = inputs_of(torch.tensor(new), old, advantages)
+        for mine, ours in zip(open_loss(f"{tmp_path}/own.py:my_clip")(x), open_loss("clip")(x), strict=True):
+            assert torch.equal(mine, ours)
+    mine = open_estimator(AlgorithmSettings(advantage=f"{tmp_path}/own.py:by_median"))
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.1, 0.1], dtype=torch.float64)
+    assert mine.advantages(rewards, [3, 2]).tolist() == [1, -1, 0, 0, 0]
+    assert not mine.needs_whole_step
+
+
+def test_the_page_has_each_field_of_the_inputs_of_a_loss():
+    page = (ROOT / "docs" / "use" / "algorithms.md").read_text()
+    _, _, table = page.partition("| field of `x` | is |\n")
+    rows = table.partition("\n\n")[0].splitlines()
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert {*named} == {*LossInputs._fields}
