@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...comm.disk import when_writable
+from ...comm.disk import say, when_writable
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
@@ -89,7 +89,9 @@ class ActorLearner(Actor):
     def restore(self, folder: Path) -> None:
         if self.recipe.lora.rank:
             check_adapter(folder / "adapter", self._published(), self.recipe.lora, self.adapter_base)
-        load_state(self.state, folder, is_alone=self.group.size == 1)
+        line = load_state(self.state, folder, is_alone=self.group.size == 1)
+        if line and self.group.is_lead:
+            say(line)
 
     def _published(self) -> dict[str, torch.Tensor]:
         """The weights that make a version: those of the adapter, or all."""
