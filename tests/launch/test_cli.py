@@ -232,6 +232,30 @@ def test_a_dry_run_prints_the_plan_without_torch_and_starts_nothing(words, run_d
     assert not run_dir.exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        (["--gpus=8x80"], "6 of 8 GPUs of a host have no rank and stay unused; raise roles.actor and roles.rollout"),
+        (["--gpus=8x80", "roles.actor=2", "roles.rollout=6"], ""),
+        (["--gpus=2x80"], ""),
+        (["--gpus=1x80"], ""),
+    ],
+)
+def test_gpus_without_a_rank_are_a_warning(words, capsys, given: list[str], warning: str):
+    assert main([*as_words(words), *given, "--dry-run"]) == 0
+    errors = capsys.readouterr().err
+    assert warning in errors and ("stay unused" in errors) is bool(warning)
+
+
+def test_a_plan_says_how_many_epochs_the_rows_of_any_sized_data_are(words, tmp_path: Path, capsys):
+    (tmp_path / "own.py").write_text("rows = [{'prompt': 'p', 'answer': 1}] * 5\n")
+    words |= {"data.path": f"{tmp_path / 'own.py'}:rows", "run.steps": "2", "batch.prompts_per_step": "5"}
+    assert main([*as_words(words), "--dry-run"]) == 0
+    assert "2 steps = 10 groups = 2.00 epochs of 5 prompts" in capsys.readouterr().out
+    assert main([*as_words(words), "data.weights=[1]", "--dry-run"]) == 0
+    assert "epochs" not in capsys.readouterr().out, "sets with weights start again at different times"
+
+
 def test_ranks_without_a_recipe_print_the_help_page_once_and_end_with_2():
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     first, second = (call(RANK=rank, LOCAL_RANK=rank, **ranks) for rank in "01")
