@@ -186,13 +186,18 @@ def test_ctl_tells_its_usage_without_torch():
     assert "torch" not in imports
 
 
-def test_a_rate_that_ruins_a_large_policy_is_a_warning_unless_an_adapter_is_trained(words, tmp_path, capsys):
+def test_a_rate_that_ruins_a_large_policy_is_a_warning_and_of_an_adapter_a_much_higher_one(words, tmp_path, capsys):
     path = tiny_policy(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    for hidden, rate, is_warned in ((64, "3e-4", False), (8192, "1e-5", False), (8192, "3e-4", True)):
+    for hidden, rate, rank, kind in (
+        (64, "3e-4", 0, ""), (8192, "1e-5", 0, ""), (8192, "3e-4", 0, "all "),
+        (8192, "1e-5", 8, ""), (8192, "2e-4", 8, ""), (8192, "3e-3", 8, "an adapter of"), (64, "3e-3", 8, ""),
+    ):  # fmt: skip
         (path / "config.json").write_text(json.dumps(config | {"hidden_size": hidden, "intermediate_size": hidden}))
-        assert main([*as_words(words | {"model.path": str(path)}), f"optimizer.lr={rate}", "--dry-run"]) == 0
-        assert ("optimizer.lr=0.0003 is high for all " in capsys.readouterr().err) is is_warned
+        given = [f"optimizer.lr={rate}", f"lora.rank={rank}"]
+        assert main([*as_words(words | {"model.path": str(path)}), *given, "--dry-run"]) == 0
+        errors = capsys.readouterr().err
+        assert f"optimizer.lr={float(rate):g} is high for {kind}" in errors if kind else "is high for" not in errors
 
 
 def test_a_file_that_hides_a_module_of_python_is_refused(words, tmp_path: Path, monkeypatch, capsys):
