@@ -143,6 +143,8 @@ def _launch(recipe: Recipe, hosts: Hosts, file: str | None, overrides: Sequence[
     if file is None or Path(file).exists():
         place_ranks(recipe.roles, hosts.ranks(recipe.roles), recipe.rollout.tp)
     if hosts.nnodes > 1:
+        if hosts.node_rank == 0:
+            hosts.check_port()
         torchrun = Torchrun(recipe, hosts, [*filter(None, [file]), *overrides])
         code = torchrun.run()
     else:
@@ -154,7 +156,7 @@ def _launch(recipe: Recipe, hosts: Hosts, file: str | None, overrides: Sequence[
 
 def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool, with_trace: bool) -> int:
     """The exit code of the run on this host, whose torchrun ended with `code`; the first host prints how it ended."""
-    if code == -REFUSED:
+    if code == -REFUSED and not torchrun.received:
         return 2
     if torchrun.lost_folder:
         print_message(f"error: {torchrun.lost_folder}")

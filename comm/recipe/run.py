@@ -120,7 +120,7 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batch: Literal["sample", "group"] = "sample"
     """Unit of scoring: with `group` a call gets all samples of each of its prompts, for functions that compare them."""
     timeout_s: Seconds = 30.0
-    """Longest time of one call in seconds; then its process is killed, and its trajectories count as failed."""
+    """Longest time of one call in seconds; then its process is killed, and its trajectories are scored again one by one. One that is late alone counts as failed."""
     workers: Count = 1
     """Reward processes per rollout."""
 

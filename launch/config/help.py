@@ -49,8 +49,8 @@ _PAGE = """\
 # Configuration
 
 All settings, with the values that each one takes, its default and its meaning. They are in the recipe file, in a section each, or
-`KEY=VALUE` words of the command line, such as `run.steps=200`. A word replaces the value of the file. `headrace run --help` prints the
-same list. `null` as a default means that the program chooses, or that the feature is off; the meaning says which.
+arguments of the form `KEY=VALUE` on the command line, such as `run.steps=200`. An argument replaces the value of the file. `headrace run
+--help` prints the same list. `null` as a default means that the program chooses, or that the feature is off; the meaning says which.
 
 This page is generated from `comm/recipe/` by `python -m headrace.launch.config.help`.
 """

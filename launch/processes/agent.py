@@ -94,6 +94,19 @@ class Hosts:
             " give each host its own number, such as --nproc-per-node 4,4,1"
         )
 
+    def check_port(self) -> None:
+        """Raise `SettingError` if the port of the first host, which this one is, is taken: torchrun would print a traceback."""
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        with socket.socket(family) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                server.bind(("", self.master_port))
+                server.listen()
+            except OSError as error:
+                raise SettingError(
+                    f"--master-port={self.master_port}: {error.strerror} on this host; give all hosts another port"
+                ) from None
+
     def torchrun_options(self, roles: RoleSettings) -> list[str]:
         """The options of torchrun on this host."""
         ranks = ["--nproc-per-node", str(self.ranks(roles)[self.node_rank])]
@@ -224,7 +237,7 @@ class Torchrun:
         print_message(f"{signal.Signals(number).name}: {end}, within {self._grace_s:g} s (a second signal kills it)")
         send_signal(supervisors, number)
         if not supervisors:
-            torchrun.send(_END)
+            torchrun.send(REFUSED)  # nothing has begun, and torchrun would print a traceback for the others
 
 
 def remove_empty_cache() -> None:

@@ -44,7 +44,7 @@ def join_run(where: str, recipe_file: str | None, overrides: list[str]) -> int:
     environment = run.environment | {JOINING: ",".join(map(str, counts))}
     torchrun = Torchrun(recipe, Hosts(nproc_per_node=(len(places),)), [f"join={where}"], environment)
     code = torchrun.run()
-    if code == -REFUSED:
+    if code == -REFUSED and not torchrun.received:
         return 2
     return 128 + torchrun.received if torchrun.received else abs(code)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...comm.environment import JOINING
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 WATCHED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """The signals that a parent waits for: `wait_for_signal(seconds)` after `block_signals()`."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Those whose default ends a process."""
 _SIGSET_BYTES = 128
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -24,18 +26,34 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def block_signals() -> None:
     """Block the signals of `WATCHED`: they stay pending until `wait_for_signal` takes them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    _route_to_main_thread()
 
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
     """Block the signals of `WATCHED` for a while. Those that come meanwhile and are not waited for have no effect."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    handlers = _route_to_main_thread()
     try:
         yield
     finally:
         while wait_for_signal(0):
             pass
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _route_to_main_thread() -> dict[signal.Signals, Any]:
+    """Pass the signals on that another thread of the process takes; returns the handlers of before.
+
+    Only the calling thread has blocked them. A library's thread, such as one of OpenBLAS, could take one while the main thread does not
+    wait: SIGTERM would end the process, SIGINT raise `KeyboardInterrupt` at any place, and an ignored one be lost.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}  # Python's handlers run in the main thread, which has not blocked them
+    ident = threading.get_ident()
+    return {number: signal.signal(number, lambda n, _: signal.pthread_kill(ident, n)) for number in _ENDING}
 
 
 @contextmanager

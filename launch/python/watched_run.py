@@ -17,6 +17,8 @@ _POLL_S = 0.1
 _ERROR = "headrace: error: "
 _MISTAKE = 2
 """The exit code for a mistake of the user's."""
+_MOST_INTERRUPTS = 2
+"""The launcher kills the run at the second one."""
 _NUM_LINES = 15
 _TAIL_BYTES = 1 << 14
 
@@ -42,19 +44,24 @@ class WatchedRun:
     def run(self, words: Sequence[str]) -> RunEnd:
         """Start the launcher and watch it to its end.
 
-        Ctrl-C, and any error of the callback, ends the run in order and is raised then, as it is.
+        Ctrl-C, and any error of the callback, ends the run in order and is raised then, as it is. A second Ctrl-C kills the run, and a
+        third one does not wait for its end.
         """
         process = LauncherProcess(words)
         raised: BaseException | None = None
+        num_interrupts = 0
         code = None
         try:
             process.start_reading()
             while code is None:
                 try:
                     code = self._watch(process)
-                except BaseException as error:  # noqa: BLE001 - raised below, when the run has ended
+                except BaseException as error:
                     self._on_step = None
-                    if raised is None or isinstance(error, KeyboardInterrupt):
+                    if raised is None or not isinstance(error, Exception):
+                        if num_interrupts == _MOST_INTERRUPTS:
+                            raise  # `close` kills what is left
+                        num_interrupts += 1
                         process.interrupt()
                     raised = raised or error
         finally:

@@ -170,6 +170,8 @@ class Health(Handler):
         if state.held:
             num_leased = sum(map(len, state.held.values()))
             return f"the trainer waits for groups, {num_leased} trajectories are with {', '.join(sorted(state.held))}"
+        if num_ready := len(state.queue.ready):
+            return f"the trainer waits for more groups (complete: {num_ready})"
         if self._has_complete_group():
             return "the trainer waits for groups, which wait for the tasks of the queue"
         return "the trainer waits for groups, and no rollout has any"

@@ -1,16 +1,20 @@
 """The commands may be called from a program or a notebook: they leave its environment and its signals as they are."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.job import MakeJob
 from support.slurm import free_ports
 from support.source_tree import ROOT
 
 from headrace.comm.environment import ADDRESS_FILE
+from headrace.comm.process_tree import children_of
 from headrace.launch import audit, ctl, run
 from headrace.launch.lab import command as plan
 from headrace.launch.processes.secret import SECRET_FILE
@@ -81,3 +85,25 @@ def test_a_refused_start_leaves_no_folder(tmp_path: Path):
     hosts = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
     assert run.main([f"run.dir={folder}", "roles.rollout=2", "model.path=nowhere", *hosts]) == 2
     assert not folder.exists()
+
+
+def test_a_port_of_the_first_host_that_is_in_use_is_named_before_the_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        hosts = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        assert run.main([f"run.dir={folder}", "roles.rollout=3", "model.path=nowhere", *hosts]) == 2
+    assert f"error: --master-port={port}: Address already in use" in capfd.readouterr().err
+    assert not folder.exists()
+
+
+def test_an_interrupt_before_torchrun_has_started_a_rank_prints_no_traceback(job: MakeJob):
+    early = job().start()
+    assert early.process is not None
+    pid = early.process.pid
+    early.until(lambda: bool(children_of(pid)), interval_s=0.001)
+    early.signal(signal.SIGINT)
+    code, output = early.end()
+    assert code == 130 and "Traceback" not in output, output

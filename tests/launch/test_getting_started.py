@@ -15,6 +15,7 @@ PAGE = (ROOT / "docs" / "use" / "getting-started.md").read_text()
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILE = re.compile(r"`(\w+\.(?:jsonl|py|yaml))`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
 READING = re.compile(r"```python\n(import headrace\n.*?)```", re.DOTALL)
+USE = re.compile(r"```python\n(import transformers\n.*?)```", re.DOTALL)
 COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 HEADRACE = "import sys; from headrace.launch.command import main; sys.exit(main())"
 SMALL = ["batch.prompts_per_step=2", "batch.samples_per_prompt=2", "eval.max_prompts=4", "optimizer.warmup_steps=0"]
@@ -62,6 +63,11 @@ def test_the_page_leads_from_three_files_to_a_model_that_is_evaluated_and_traine
     assert [line.split()[0] for line in read.stdout.splitlines()[:4]] == ["0.0"] * 4
     (line,) = evaluation
     assert "eval/held_out/avg@1" in follow(home, line, steps=2)
+
+    (use,) = USE.findall(PAGE)
+    use = use.replace("step_60", "step_2")
+    answered = subprocess.run([sys.executable, "-c", use], cwd=home, capture_output=True, text=True, check=False)
+    assert answered.returncode == 0, answered.stderr
 
     (line,) = resumed
     assert "step    3/3" in follow(home, line, steps=3) and len(run.metrics) == 3

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from headrace.launch.python.watched_run import NewSteps, RunEnd, WatchedRun, last_log_lines
+
+PYTHON = sys.executable
 
 
 @pytest.fixture
@@ -26,11 +29,22 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-UNTIL_INTERRUPTED = """
-trap 'echo ended in order; exit 130' INT
-echo "{\\"step\\": 0}" > "$RUN/metrics.jsonl"
-while true; do read -t 0.05 < <(:) ; sleep 0.05; done
+def until_interrupted(*words: str, num_steps: int = 1) -> str:
+    """A script that writes the metrics of steps and prints a word at each interrupt, at last with exit code 130.
+
+    It is a Python program: bash loses a signal that comes while it handles another, and all of them if they were ignored at its start.
+    """
+    program = f"""
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+with open(os.environ["RUN"] + "/metrics.jsonl", "w") as file:
+    file.writelines('{{"step": %d}}\\n' % step for step in range({num_steps}))
+for word in {words!r}:
+    signal.sigwait([signal.SIGINT])
+    print(word, flush=True)
+sys.exit(130)
 """
+    return f"exec {shlex.quote(PYTHON)} -c {shlex.quote(program)}"
 
 
 def test_lines_are_shown_and_the_last_error_of_a_refused_start_is_the_exception_s(watched, capsys):
@@ -53,14 +67,13 @@ def test_an_error_of_the_callback_ends_the_run_in_order_and_is_raised_as_it_is(w
         raise error
 
     with pytest.raises(type(error)) as raised:
-        watched(UNTIL_INTERRUPTED, fail)
+        watched(until_interrupted("ended in order"), fail)
     assert raised.value is error
     assert capsys.readouterr().out == "ended in order\n"
 
 
 def test_a_second_ctrl_c_reaches_the_launcher_too(watched, monkeypatch: pytest.MonkeyPatch, capsys):
     """The first one is raised by the callback, the second while the run ends."""
-    script = UNTIL_INTERRUPTED.replace("echo ended in order; exit 130", 'echo ending; trap "echo killed; exit 130" INT')
     show = WatchedRun._show
 
     def interrupted_again(self: WatchedRun, lines: Any) -> None:
@@ -74,8 +87,19 @@ def test_a_second_ctrl_c_reaches_the_launcher_too(watched, monkeypatch: pytest.M
 
     monkeypatch.setattr(WatchedRun, "_show", interrupted_again)
     with pytest.raises(KeyboardInterrupt):
-        watched(script, interrupt)
+        watched(until_interrupted("ending", "killed"), interrupt)
     assert "killed" in capsys.readouterr().out
+
+
+def test_an_interrupt_after_the_second_does_not_wait_for_a_launcher_that_goes_on(
+    watched, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(metrics: dict[str, Any]) -> None:
+        monkeypatch.setattr(WatchedRun, "_show", lambda self, lines: interrupt({}))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watched(until_interrupted("one", "two", "three", "four"), interrupt)
 
 
 def test_true_ends_the_run_and_nothing_else_does(watched):
@@ -85,8 +109,7 @@ def test_true_ends_the_run_and_nothing_else_does(watched):
         seen.append(metrics["step"])
         return True if metrics["step"] == 1 else "go on"
 
-    script = UNTIL_INTERRUPTED.replace('{\\"step\\": 0}', '{\\"step\\": 0}\n{\\"step\\": 1}\n{\\"step\\": 2}')
-    assert watched(script, on_step).code == 130
+    assert watched(until_interrupted("ended", num_steps=3), on_step).code == 130
     assert seen == [0, 1]
 
 

@@ -211,6 +211,17 @@ def test_a_run_in_which_nothing_moves_ends_after_a_long_time_and_names_who_waits
     assert "2 trajectories are with rollout-0" in run.failure
 
 
+def test_groups_that_the_sampler_holds_back_are_named_as_what_the_trainer_waits_for(
+    make: MakeRun, monkeypatch: pytest.MonkeyPatch
+):
+    run = make()
+    monkeypatch.setattr(type(run.hub.health.dispatcher.admission), "select_groups", lambda *_: [])
+    run.ask()
+    run.generate(1)
+    run.wait(PATIENCE_S + 1)
+    assert "the trainer waits for more groups (complete: 1)" in run.failure
+
+
 def report(tokens: int) -> LoadReport:
     return LoadReport(
         version=0, num_running=2, num_waiting=0, kv_util=0.5, tokens=tokens, busy_s=1.0, idle_s=0.0, pull_s=0.0
