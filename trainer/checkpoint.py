@@ -40,6 +40,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 _TRAINED = StateDictOptions(strict=False)
 """Frozen weights are not in the state. DCP itself refuses a checkpoint that lacks a trained one."""
+_CUDA_RNG = "trainer.rng.cuda"
+"""DCP's name of the state that is there with a GPU alone."""
 
 
 class TrainingState(Stateful):
@@ -124,14 +126,22 @@ def save_state(state: dict[str, Any], folder: Path, team: "ThreadGroup | None") 
         raise _first_failure(error) from error
 
 
-def load_state(state: TrainingState, folder: Path, *, is_alone: bool) -> None:
-    """Load what `save_state` wrote; a collective unless `is_alone`. Raises `SettingError` if it does not fit."""
+def load_state(state: TrainingState, folder: Path, *, is_alone: bool) -> str:
+    """Load what `save_state` wrote; a collective unless `is_alone`. Raises `SettingError` if it does not fit.
+
+    Returns a line about a checkpoint that was written without a GPU where there is one now, or the reverse; "" for others.
+    """
     try:
-        load_checked({"trainer": state}, folder / "dcp", is_alone=is_alone)
+        stored = load_checked({"trainer": state}, folder / "dcp", is_alone=is_alone, optional=[_CUDA_RNG])
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         cause = _first_failure(error) if isinstance(error, CheckpointException) else error
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise SettingError(f"run.resume: {folder} does not fit this run: {first_line}") from error
+    was_on_gpu = _CUDA_RNG in stored
+    if was_on_gpu == torch.cuda.is_available():
+        return ""
+    where = "with a GPU, and this trainer has none" if was_on_gpu else "without a GPU, and this trainer has one"
+    return f"{folder.name} was written {where}: the GPU's random numbers do not continue, everything else does"
 
 
 class CheckpointWriter:

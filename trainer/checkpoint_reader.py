@@ -8,6 +8,7 @@ the classes of DCP's own metadata in the metadata, and reads the rest with `weig
 import io
 import pickle
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,23 @@ _KNOWN = {
 """Module and name of everything that a metadata file may name."""
 
 
-def load_checked(state_dict: dict[str, Any], folder: Path, *, is_alone: bool) -> None:
-    """DCP's `load` from a folder that anybody may have written; a collective unless `is_alone`.
+def load_checked(
+    state_dict: dict[str, Any], folder: Path, *, is_alone: bool, optional: Collection[str] = ()
+) -> Collection[str]:
+    """DCP's `load` from a folder that anybody may have written; a collective unless `is_alone`. Returns the names it has.
+
+    optional: names that keep their present values where the checkpoint has none.
 
     Raises `ValueError` for metadata that is refused, with the name of the class, and DCP's `CheckpointException`.
     """
     reader = _Reader(folder)
     try:
-        reader.read_metadata()  # alone first: DCP prints a long traceback when this fails
+        stored = reader.read_metadata().state_dict_metadata  # alone first: DCP prints a long traceback when this fails
     except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, TypeError) as error:
         raise ValueError(f"its metadata cannot be read: {error}") from error
-    load(state_dict, storage_reader=reader, planner=_Planner(), no_dist=is_alone)
+    missing = [name for name in optional if name not in stored]
+    load(state_dict, storage_reader=reader, planner=_Planner(missing), no_dist=is_alone)
+    return stored
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -65,6 +72,14 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
+    def __init__(self, missing: Collection[str]) -> None:
+        super().__init__()
+        self._missing = missing
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(*args, **kwargs)
+        self.state_dict = {name: value for name, value in self.state_dict.items() if name not in self._missing}
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """DCP unpickles all bytes that it gets here. So they are read safely first and pickled again."""
         safe = io.BytesIO()

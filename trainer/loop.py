@@ -6,6 +6,7 @@ rollout. Publishing costs one copy of the weights.
 
 import resource
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from .algorithms.objective import has_gradient
 from .balance import Balance, layout_of
 from .checkpoint import CheckpointWriter, is_evaluation
 from .learners.base import Learner, open_learner
-from .metrics_log import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line
+from .metrics_log import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .progress import behind_line, progress
 from .recovery import has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
@@ -216,12 +217,17 @@ class Trainer:
         give_back_heap()
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every `checkpoint.every` steps, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one."""
+        """Begin a checkpoint every `checkpoint.every` steps, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one.
+
+        With null, versions that an evaluation will compare have one too, since the score comes when the weights are gone.
+        """
         every = self.recipe.checkpoint.every
         is_late = 0.0
         if every is None and self.has_state:
             is_late = float(time.monotonic() - self.checkpointed_at >= CHECKPOINT_PERIOD_S)
             is_late = self.group.all_reduce_max([is_late if self.group.is_lead else 0.0])[0]  # rank 0's clock counts
+        if every is None and is_evaluation(self.recipe.checkpoint.best):
+            every = self.recipe.eval.every
         is_due = every and self.learner.version % every == 0
         if is_due or is_late or self.checkpoint_after >= self.checkpoints.newest:
             self.checkpoint()
@@ -337,12 +343,16 @@ class RunRecorder:
         self.num_tokens = 0
         self.evaluated = -1
         """The newest version whose evaluation is in the log."""
+        self.best = trainer.recipe.checkpoint.best
+        self.scores: dict[int, float] = {}
+        """The values of `checkpoint.best` by version, if it is a metric of evaluations."""
         for line in self.log.lines():
             self.next_step = line["step"] + 1
             self.rewards.append(line["reward/mean"])
             self.num_tokens += round(line["perf/throughput"] * line["timing_s/step"])
             if "eval/version" in line:
                 trainer.checkpoints.score(line)
+                self.note_score(line)
                 self.evaluated = max(self.evaluated, int(line["eval/version"]))
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepMetrics, metrics: dict[str, Value]) -> None:
@@ -369,6 +379,12 @@ class RunRecorder:
         """Show an evaluation that is complete; the line of the step in progress has it too."""
         self.log.write_evaluation(metrics)
         say(evaluation_line(metrics))
+        self.note_score(metrics)
+
+    def note_score(self, evaluation: Mapping[str, float]) -> None:
+        """Note the value of `checkpoint.best` in an evaluation."""
+        if self.best in evaluation:
+            self.scores[int(evaluation["eval/version"])] = evaluation[self.best]
 
     def finish(self, export: str) -> None:
         """Send the hub the facts for the summary."""
@@ -381,6 +397,8 @@ class RunRecorder:
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
         if advice := self.balance.advice():
             facts["advice"] = advice
+        if unbeaten := unbeaten_line(self.best, self.scores):
+            facts["best"] = unbeaten
         self.log.close()
         self.mailbox.send("hub", TrainingDone(facts))
 

@@ -127,6 +127,17 @@ def evaluation_line(metrics: Mapping[str, Value]) -> str:
     return "  ".join(parts)
 
 
+def unbeaten_line(metric: str, scores: Mapping[int, float]) -> str:
+    """Where no later version has beaten the model before training, which has no checkpoint; "" otherwise. `scores` are by version."""
+    later = [score for version, score in scores.items() if version]
+    if not later or 0 not in scores or max(later) > scores[0]:
+        return ""
+    return (
+        f"no version beat the model before training: {metric} was {scores[0]:.3f} at step 0, and at most"
+        f" {max(later):.3f} after it"
+    )
+
+
 def _cut_off(path: Path, step: int) -> float:
     """Remove the lines of steps that a resumed run repeats, and a last line without an end; returns the last time that stays."""
     num_bytes = 0

@@ -6,10 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import structs
+
 from ...comm.errors import SettingError
 from ...comm.host_memory import free_bytes, memory_bytes
 from ...comm.recipe import DataSettings, Recipe
-from ...relay.dataset.rows import JsonLines
+from ...relay.dataset.opening import open_rows
 from ...relay.queue.admission import Admission
 from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import CONFIG, find_checkpoint
@@ -47,14 +49,14 @@ class DryRun:
         sys.stdout.flush()
         sys.stdout.write("".join(f"{line}\n" for line in start_lines(recipe)))
         if self.gpus is None:
-            warnings = [*check_recipe(recipe, unmade=self.unmade), *_of_processors(recipe, self._present)]
+            warnings = [*check_recipe(recipe, unmade=self.unmade), *_of_processors(recipe, self._present, self.hosts)]
             if recipe.run.resume == "auto" and recipe.run.mode == "train":
                 from ..resume import choose_point, finished_after
 
                 if finished_after(recipe.run) is None:
                     sys.stdout.write("".join(f"{line}\n" for line in choose_point(recipe).lines))
         else:
-            warnings = check_settings(recipe)
+            warnings = [*check_settings(recipe), *_of_unused_gpus(recipe, self._present, self.hosts)]
             if (Path(recipe.model.path or "?") / "config.json").exists():
                 check_family(recipe.generator, recipe.algorithm, Path(recipe.model.path))
         if refused:
@@ -81,7 +83,7 @@ class DryRun:
             memory = [*plan.lines(), *(f"warning: {shortage}" for shortage in warnings)]
         blocks = {
             "roles": _roles(recipe, places, self._present),
-            "batch": _batch(recipe),
+            "batch": _batch(recipe, is_here=self.gpus is None),
             "memory (estimate)": memory,
             **({"recipe": recipe_yaml(recipe).splitlines()} if self.with_settings else {}),
         }
@@ -112,13 +114,30 @@ def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
     return [*warnings, *on_host], plan.of_processes()
 
 
-def _of_processors(recipe: Recipe, gpus: Gpus) -> list[str]:
-    """Warnings about the threads of this host, and about a type that is slow on it."""
+def _of_processors(recipe: Recipe, gpus: Gpus, hosts: Sequence[int] = ()) -> list[str]:
+    """Warnings about the threads of this host, a type that is slow on it, and its GPUs without a rank."""
     roles = [place.role for place in place_ranks(recipe.roles, tp=recipe.rollout.tp)]
     warnings = [*ignored_threads(cores_of(recipe, roles, has_gpus=bool(gpus.names)))]
     if not gpus.names and not recipe.is_emulated:
         warnings += slow_type(recipe.model.compute_type)
-    return warnings
+    return warnings + _of_unused_gpus(recipe, gpus, hosts)
+
+
+def _of_unused_gpus(recipe: Recipe, gpus: Gpus, hosts: Sequence[int]) -> list[str]:
+    """A warning about the GPUs of each host that no rank uses; `hosts` are the ranks of each, by default of one."""
+    places = place_ranks(recipe.roles, hosts, recipe.rollout.tp)
+    by_host: dict[int, set[str]] = defaultdict(set)
+    for place in places:
+        by_host[place.host].add(visible_devices(place, gpus.names))
+    num = len(gpus.names)
+    of_relays = recipe.comm.link == "nccl"
+    unused = num - max(len(used - {""}) for used in by_host.values()) - of_relays
+    if unused <= 0 or recipe.is_emulated:
+        return []
+    actors = max(1, num // 4)
+    split = f"roles.actor={actors} roles.rollout={num - actors - of_relays}"
+    warning = f"{unused} of {num} GPUs of a host have no rank and stay unused; raise roles.actor and roles.rollout"
+    return [f"{warning}, on one host for example to {split}"]
 
 
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:
@@ -137,7 +156,8 @@ def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[
     yield f"threads are for hosts of {usable_cores()} cores, as this one is"
 
 
-def _batch(recipe: Recipe) -> Iterator[str]:
+def _batch(recipe: Recipe, *, is_here: bool) -> Iterator[str]:
+    """Lines about the arithmetic of a batch. `is_here`: the run's files are on this host."""
     prompts = recipe.batch.prompts_per_step
     samples = recipe.batch.samples_per_prompt
     admission = Admission(recipe.batch, recipe.queue, recipe.run.steps, SCHEDULES[recipe.run.schedule])
@@ -147,17 +167,19 @@ def _batch(recipe: Recipe) -> Iterator[str]:
     then = ", then as few as keep the trainer busy" if admission.follows_trainer else ""
     trajectories = prompts * samples
     yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
-    yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups{_epochs(recipe.data, recipe.run.steps * prompts)}"
+    steps = f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups"
+    yield f"{steps}{_epochs(recipe.data, recipe.run.steps * prompts, is_here=is_here)}"
     yield f"queue of {ahead} groups = {ahead * samples} trajectories{then}; staleness {bound}"
     running = recipe.num_replicas * recipe.generator.num_slots
     yield f"{recipe.num_replicas} rollouts x {recipe.generator.num_slots} = {running} trajectories decoded together"
 
 
-def _epochs(settings: DataSettings, num_groups: int) -> str:
-    if settings.weights or not all(path.endswith(".jsonl") for path in settings.paths):
+def _epochs(settings: DataSettings, num_groups: int, *, is_here: bool) -> str:
+    """How many epochs the groups are; "" with weights, under which sets start again at different times, or if it is unknown."""
+    if settings.weights or not (is_here or all(path.endswith(".jsonl") for path in settings.paths)):
         return ""
     try:
-        num_rows = sum(len(JsonLines(Path(path))) for path in settings.paths)
-    except SettingError:
+        num_rows = sum(len(open_rows(structs.replace(settings, path=path))) for path in settings.paths if path)
+    except SettingError:  # the checks tell it
         return ""
-    return f" = {num_groups / max(num_rows, 1):.2f} epochs of {num_rows:,} prompts"
+    return f" = {num_groups / num_rows:.2f} epochs of {num_rows:,} prompts" if num_rows else ""

@@ -37,11 +37,15 @@ OPTION = "--try"
 RESPONSE = "--response"
 PLACEHOLDER = "This is a response."
 """The response of a row without an answer."""
+ANOTHER = "42"
+"""One more response, for rewards that have been the same for all."""
 POLL_S = 0.002
 MOST_SHOWN = 2000
 """Characters of a prompt that are shown, the first and the last half of them."""
 _ANSWERS = ("response", "completion", "target", "label", "output", "reference", "expected")
 """Columns that may hold a right response, after those of the ground truth."""
+_MOST_OTHERS = 2
+"""Responses beside those of the rows, for rewards that are the same for all."""
 _COPIES = 2
 """Samples of a call: a function for batches that returns one reward for all is found only with several."""
 _SLOW = 0.5
@@ -64,6 +68,11 @@ class Trial:
     num_rows: int
     response: str | None
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What may be a mistake, and what the trial cannot tell."""
+    rewards: dict[str, set[float | None]] = field(default_factory=dict)
+    """The different rewards that each function has given."""
+    num_scored: int = 0
 
     @classmethod
     def of(cls, num_rows: str, response: str | None) -> "Trial":
@@ -87,11 +96,7 @@ class Trial:
         schemas = tool_schemas(recipe.environment) or []
         pool = RewardPool(recipe.reward, recipe.run.steps).start() if recipe.reward.path else None
         try:
-            for row in rows:
-                _say(row.title)
-                self._try_prompt(row, recipe, tokenizer, schemas)
-                if pool is not None:
-                    self._try_reward(row, pool, recipe.reward, tokenizer)
+            self._try_rows(rows, recipe, pool, tokenizer, schemas)
         except SettingError as error:  # a file that cannot be loaded, or a wrong number of rewards
             self.problems.append(str(error))
         finally:
@@ -99,10 +104,28 @@ class Trial:
                 pool.close()
         if recipe.environment.is_set:
             self._try_environment(rows[0], recipe.environment, schemas)
+        return self._tell_end()
+
+    def _tell_end(self) -> int:
+        """Print the mistakes and the warnings; returns the exit code."""
         for problem in dict.fromkeys(self.problems):
             sys.stderr.write(f"headrace: error: {problem}\n")
-        _say("a mistake was found" if self.problems else "all is well")
+        for note in self.notes:
+            _say(f"warning: {note}")
+        _say("a mistake was found" if self.problems else "no mistake was found" if self.notes else "all is well")
         return 2 if self.problems else 0
+
+    def _try_rows(
+        self, rows: Sequence[_Row], recipe: Recipe, pool: RewardPool | None, tokenizer: Any, schemas: Sequence[Any]
+    ) -> None:
+        """Try the prompt and the reward of each row."""
+        for row in rows:
+            _say(row.title)
+            self._try_prompt(row, recipe, tokenizer, schemas)
+            if pool is not None:
+                self._try_reward(row, pool, recipe.reward, tokenizer)
+        if pool is not None and not self.problems:
+            self._try_others(rows[0], pool, recipe.reward, tokenizer)
 
     def _try_prompt(self, row: _Row, recipe: Recipe, tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> None:
         """Print the prompt as the policy gets it."""
@@ -165,14 +188,42 @@ class Trial:
     def _try_reward(self, row: _Row, pool: RewardPool, settings: RewardSettings, tokenizer: Any) -> None:
         """Score the response of a row, copies of it in one call. Raises `SettingError` if no call will work."""
         origin, response = _answer_of(row.columns, self.response)
+        _say(f"  response ({origin}): {_cut(response)!r}")
+        request, seconds = self._score(row, response, pool, settings, tokenizer)
+        self._tell_reward(request, seconds, settings.timeout_s)
+
+    def _try_others(self, row: _Row, pool: RewardPool, settings: RewardSettings, tokenizer: Any) -> None:
+        """Score other responses to a row while a function has given one reward only; note the functions that still have."""
+        tried = _answer_of(row.columns, self.response)[1]
+        others = dict.fromkeys([_answer_of(row.columns, None)[1], PLACEHOLDER, ANOTHER])
+        for response in [text for text in others if text != tried][:_MOST_OTHERS]:
+            if not self._constant:
+                return
+            request, _ = self._score(row, response, pool, settings, tokenizer)
+            if request.failure:
+                self.notes.append(f"reward.path: the response {_cut(response)!r} has no reward: {request.failure}")
+                return
+        for name, reward in self._constant.items():
+            given = "no reward" if reward is None else f"{reward:g}"
+            self.notes.append(
+                f"reward.path: {name} gave {given} for all {self.num_scored} responses of this trial; try one that should"
+                f" get another with {RESPONSE} TEXT"
+            )
+
+    @property
+    def _constant(self) -> dict[str, float | None]:
+        """The functions that have given one reward only, and that reward."""
+        return {name: next(iter(given)) for name, given in self.rewards.items() if len(given) == 1}
+
+    def _score(
+        self, row: _Row, response: str, pool: RewardPool, settings: RewardSettings, tokenizer: Any
+    ) -> tuple[FinishedRow, float]:
+        """Score copies of a response to a row in one call; returns one of them and the seconds.
+
+        Raises `SettingError` if no call will work.
+        """
         tokens = tokenizer(response, add_special_tokens=False)["input_ids"] if tokenizer else [*response.encode()]
         requests = [_finished(i, row.columns, response, list(tokens)) for i in range(_COPIES)]
-        _say(f"  response ({origin}): {_cut(response)!r}")
-        seconds = self._score(pool, requests, settings.timeout_s)
-        self._tell_reward(requests[0], seconds, settings.timeout_s)
-
-    def _score(self, pool: RewardPool, requests: list[FinishedRow], timeout_s: float) -> float:
-        """Score requests in one call; returns its seconds."""
         scored: list[FinishedRow] = []
 
         def is_scored() -> bool:
@@ -180,7 +231,12 @@ class Trial:
             return len(scored) == len(requests)
 
         # A call that ends its process is made again, once for each half.
-        return _awaited(pool, lambda: pool.submit(*requests), is_scored, "the reward", 2 * (timeout_s + STARTUP_S))
+        limit_s = 2 * (settings.timeout_s + STARTUP_S)
+        seconds = _awaited(pool, lambda: pool.submit(*requests), is_scored, "the reward", limit_s)
+        self.num_scored += 1
+        for name in settings.functions:
+            self.rewards.setdefault(name, set()).add(requests[0].info.get("metrics", {}).get(name))
+        return requests[0], seconds
 
     def _tell_reward(self, request: FinishedRow, seconds: float, timeout_s: float) -> None:
         metrics = request.info.get("metrics", {})

@@ -57,6 +57,7 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
     rows = {
         "reward": reward_text(summary) if "reward_first" in summary else "",
         **dict(evaluation_rows(summary.get("evaluations", []))),
+        "best checkpoint": str(summary.get("best") or ""),
         "model": export,
         "use it": f'transformers.pipeline("text-generation", {json.dumps(export)})' if export else "",
         "time": f"{duration(summary.get('time_s', 0))}, {summary.get('tokens_per_s', 0):,.0f} tokens/s",

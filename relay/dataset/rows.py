@@ -18,7 +18,7 @@ MAX_ROW_BYTES = 2 << 20
 """Most bytes of one row as JSON: it travels in a message."""
 MAX_NESTED = 100
 """Most lists and objects of one value one inside the other. Readers and writers of JSON fail near 1,000, at a depth of their own each."""
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
 _BLOCK_BYTES = 1 << 20
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
@@ -52,7 +52,7 @@ class JsonLines:
             self._stamp = _stamp(self._file)
             with os.fdopen(os.dup(self._file), "rb") as file:
                 for line in file:
-                    if line.strip(_BLANK if place else _BLANK + _BYTE_ORDER_MARK):
+                    if line.strip(_BLANK if place else _BLANK + BYTE_ORDER_MARK):
                         self._starts.append(place)
                     place += len(line)
                     digest.update(line)
@@ -76,7 +76,7 @@ class JsonLines:
                 self._check_bytes(stamp)
         except OSError as error:
             raise SettingError(f"data.path: cannot read {self._path}: {error.strerror}") from error
-        return line.removeprefix(_BYTE_ORDER_MARK).strip(_BLANK)
+        return line.removeprefix(BYTE_ORDER_MARK).strip(_BLANK)
 
     def _check_bytes(self, stamp: tuple[int, int]) -> None:
         """Accept a new modification time of the same bytes, as `touch` sets it. Reads the file once."""

@@ -1,14 +1,12 @@
 """Prompts, and what environments add to them, as tokens: text, or chat messages through a template."""
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ...comm.errors import SettingError, UnusablePrompt
 from ...comm.recipe import DataSettings
+from ...relay.dataset.chat_template import own_template
 
-_PATH_CHARACTERS = 1024
 Messages = Sequence[dict[str, Any]]
 _TURN = "\ue000turn\ue001"
 """Placeholder for the policy's newest turn in a rendered template: no tokenizer changes it, and it occurs in no text."""
@@ -59,7 +57,7 @@ def text_tokens(text: str, tokenizer: Any) -> list[int]:
 
 def _rendered(messages: Messages, tokenizer: Any, settings: DataSettings, tools: Messages | None, **form: bool) -> str:
     """The text of chat messages by the template."""
-    template = _template(settings.chat_template) or getattr(tokenizer, "chat_template", None)
+    template = own_template(settings.chat_template) or getattr(tokenizer, "chat_template", None)
     if not template:
         raise SettingError(
             "data.chat_template: the prompts are chat messages, or are made so by data.system_prompt or data.chat_template, but"
@@ -78,16 +76,3 @@ def _rendered(messages: Messages, tokenizer: Any, settings: DataSettings, tools:
         raise UnusablePrompt(
             f"data.chat_template: the template rejects a prompt: {type(error).__name__}: {error}"
         ) from error
-
-
-@cache
-def _template(setting: str) -> str:
-    """The text of a template; empty for the tokenizer's own."""
-    if setting == "tokenizer" or not setting:
-        return ""
-    if "{" in setting or len(setting) > _PATH_CHARACTERS:
-        return setting
-    try:
-        return Path(setting).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"data.chat_template: cannot read {setting}: {error}") from error

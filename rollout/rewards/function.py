@@ -119,7 +119,7 @@ class RewardFunction:
         """verl's arguments, one value for each sample; the data needs a ground truth only if the function takes it."""
         if self._is_verl:
             yield "data_source", [row.get("data_source") for row in rows]
-            yield "solution_str", [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+            yield "solution_str", [_as_text(each) for each in completions]
             yield "extra_info", [row if row.get("extra_info") is None else row["extra_info"] for row in rows]
             if self._takes_any or {"ground_truth", "ground_truths"} & self._names:
                 yield "ground_truth", [ground_truth_of(row) for row in rows]
@@ -215,6 +215,13 @@ def _ground_truths(row: Mapping[str, Any]) -> list[Any]:
     verls = nested if isinstance(nested, dict) else {}
     places = ((row, "ground_truth"), (verls, "ground_truth"), (row, "answer"), (row, "solution"))
     return [place[name] for place, name in places if name in place]
+
+
+def _as_text(completion: str | list[dict[str, Any]]) -> str:
+    """A whole response as text: of a chat all its messages, those of tools and environments among them."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(content for each in completion if isinstance(content := each.get("content"), str))
 
 
 def _result(value: Any) -> Any:

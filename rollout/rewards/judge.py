@@ -76,7 +76,7 @@ class Judge:
 
     def question(self, row: Mapping[str, Any], prompt: Any, completion: Any) -> str:
         """The question to the judge about a sample. Raises `ValueError` if the template has a place for nothing."""
-        # Of a chat the policy's last message counts, as for `solution_str`.
+        # Of a chat the last message counts: a judge need not read what tools have answered.
         response = completion if isinstance(completion, str) else completion[-1:]
         values = {**row, "prompt": _as_text(prompt), "response": _as_text(response)}
         reference = ground_truth_of(row) if has_ground_truth(row) else None

@@ -186,13 +186,18 @@ def test_ctl_tells_its_usage_without_torch():
     assert "torch" not in imports
 
 
-def test_a_rate_that_ruins_a_large_policy_is_a_warning_unless_an_adapter_is_trained(words, tmp_path, capsys):
+def test_a_rate_that_ruins_a_large_policy_is_a_warning_and_of_an_adapter_a_much_higher_one(words, tmp_path, capsys):
     path = tiny_policy(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    for hidden, rate, is_warned in ((64, "3e-4", False), (8192, "1e-5", False), (8192, "3e-4", True)):
+    for hidden, rate, rank, kind in (
+        (64, "3e-4", 0, ""), (8192, "1e-5", 0, ""), (8192, "3e-4", 0, "all "),
+        (8192, "1e-5", 8, ""), (8192, "2e-4", 8, ""), (8192, "3e-3", 8, "an adapter of"), (64, "3e-3", 8, ""),
+    ):  # fmt: skip
         (path / "config.json").write_text(json.dumps(config | {"hidden_size": hidden, "intermediate_size": hidden}))
-        assert main([*as_words(words | {"model.path": str(path)}), f"optimizer.lr={rate}", "--dry-run"]) == 0
-        assert ("optimizer.lr=0.0003 is high for all " in capsys.readouterr().err) is is_warned
+        given = [f"optimizer.lr={rate}", f"lora.rank={rank}"]
+        assert main([*as_words(words | {"model.path": str(path)}), *given, "--dry-run"]) == 0
+        errors = capsys.readouterr().err
+        assert f"optimizer.lr={float(rate):g} is high for {kind}" in errors if kind else "is high for" not in errors
 
 
 def test_a_file_that_hides_a_module_of_python_is_refused(words, tmp_path: Path, monkeypatch, capsys):
@@ -230,6 +235,30 @@ def test_a_dry_run_prints_the_plan_without_torch_and_starts_nothing(words, run_d
         assert part in done.stdout
     assert "torch" not in done.imports
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        (["--gpus=8x80"], "6 of 8 GPUs of a host have no rank and stay unused; raise roles.actor and roles.rollout"),
+        (["--gpus=8x80", "roles.actor=2", "roles.rollout=6"], ""),
+        (["--gpus=2x80"], ""),
+        (["--gpus=1x80"], ""),
+    ],
+)
+def test_gpus_without_a_rank_are_a_warning(words, capsys, given: list[str], warning: str):
+    assert main([*as_words(words), *given, "--dry-run"]) == 0
+    errors = capsys.readouterr().err
+    assert warning in errors and ("stay unused" in errors) is bool(warning)
+
+
+def test_a_plan_says_how_many_epochs_the_rows_of_any_sized_data_are(words, tmp_path: Path, capsys):
+    (tmp_path / "own.py").write_text("rows = [{'prompt': 'p', 'answer': 1}] * 5\n")
+    words |= {"data.path": f"{tmp_path / 'own.py'}:rows", "run.steps": "2", "batch.prompts_per_step": "5"}
+    assert main([*as_words(words), "--dry-run"]) == 0
+    assert "2 steps = 10 groups = 2.00 epochs of 5 prompts" in capsys.readouterr().out
+    assert main([*as_words(words), "data.weights=[1]", "--dry-run"]) == 0
+    assert "epochs" not in capsys.readouterr().out, "sets with weights start again at different times"
 
 
 def test_ranks_without_a_recipe_print_the_help_page_once_and_end_with_2():

@@ -151,6 +151,23 @@ def test_a_batch_function_that_returns_one_reward_for_all_is_found(tried: Tried)
     assert code == 2 and "reward returned 1 rewards for 2 completions" in errors
 
 
+@pytest.mark.parametrize(
+    ("body", "words", "note"),
+    [
+        ("0.0", [], "reward gave 0 for all 3 responses of this trial"),
+        ("0.0", ["--response", "no answer"], "reward gave 0 for all 3 responses of this trial"),
+        ("float(solution_str == str(answer))", ["--response", "no answer"], ""),
+        ("float(solution_str == str(answer))", [], ""),
+        ("float(int(solution_str) == answer)", [], "the response 'This is a response.' has no reward: ValueError: "),
+    ],
+)
+def test_a_reward_that_is_the_same_for_all_responses_is_not_well(tried: Tried, body: str, words: list[str], note: str):
+    code, output, errors = tried(f"def reward(solution_str, answer):\n    return {body}\n", *words)
+    assert (code, errors) == (0, "")
+    assert f"warning: reward.path: {note}" in output if note else "warning" not in output
+    assert output.endswith("\nno mistake was found\n" if note else "\nall is well\n")
+
+
 def test_a_file_that_cannot_be_loaded_is_told_with_its_line(tried: Tried):
     code, _, errors = tried("import no_such_module\n\ndef reward(solution_str):\n    return 1.0\n")
     assert code == 2 and "reward.path: " in errors and "cannot be loaded: ModuleNotFoundError" in errors

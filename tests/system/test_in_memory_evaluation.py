@@ -99,8 +99,9 @@ def test_a_resumed_run_repeats_no_evaluation_and_a_run_with_evaluations_is_repla
     assert begun == sorted(after)
 
 
-def test_the_best_checkpoint_by_an_evaluation_is_kept(tmp_path: Path):
-    settings = {"checkpoint.every": 2, "checkpoint.keep": 1, "checkpoint.best": "eval/hard/avg@4", "run.steps": 8}
+@pytest.mark.parametrize("every", [2, "null"])
+def test_the_best_checkpoint_by_an_evaluation_is_kept(tmp_path: Path, every: object):
+    settings = {"checkpoint.every": every, "checkpoint.keep": 1, "checkpoint.best": "eval/hard/avg@4", "run.steps": 8}
     system = evaluated_system(tmp_path, **settings, **{"optimizer.lr": 0.05, "repack.enabled": False})
     system.start_all().wait()
     folder = CheckpointFolder(system.dir)
@@ -110,3 +111,10 @@ def test_the_best_checkpoint_by_an_evaluation_is_kept(tmp_path: Path):
     kept = {step: manifest.score for step, manifest in folder.whole().items()}
     assert {best, 8} <= kept.keys() <= {best, 6, 8}, "`latest` may still name step_6 when the others are removed"
     assert kept == {step: scores.get(step) for step in kept}
+
+
+def test_a_run_says_at_its_end_that_no_version_beat_the_model_before_training(tmp_path: Path):
+    same = {"eval.samples": 1, "eval.temperature": 0, "optimizer.lr": 0, "run.steps": 2}
+    system = evaluated_system(tmp_path, **same, **{"checkpoint.best": "eval/hard/avg@1"})
+    summary = system.start_all().wait()
+    assert summary["best"].startswith("no version beat the model before training: eval/hard/avg@1 was")

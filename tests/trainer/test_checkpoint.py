@@ -89,6 +89,33 @@ def test_a_resumed_run_continues_bit_for_bit(policy_dir: Path, tmp_path: Path, r
         assert torch.equal(weight, resumed.policy.weights()[name]), name
 
 
+@pytest.mark.parametrize("written_on", ["cpu", "gpu"])
+def test_a_checkpoint_of_a_cpu_is_loaded_on_a_gpu_and_the_reverse(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_on: str
+):
+    before = actor_of(policy_dir)
+    train(before, 2)
+    numbers = {"gpu": torch.arange(16, dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: numbers["gpu"].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: numbers.update(gpu=state))
+    state = before.state.state_dict()
+    if written_on == "gpu":
+        state["rng"]["cuda"] = torch.zeros(16, dtype=torch.uint8)
+    save_state(staged(state), tmp_path, team=None)
+    resumed = actor_of(policy_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: written_on == "cpu")
+        line = load_state(resumed.state, tmp_path, is_alone=True)
+    assert ("without a GPU" in line) is (written_on == "cpu") and "random numbers do not continue" in line
+    assert torch.equal(numbers["gpu"], torch.arange(16, dtype=torch.uint8)), "the GPU's own numbers stay as they are"
+    assert resumed.version == 2 and train(resumed, 2) == train(before, 2)
+
+
+def test_a_checkpoint_of_the_same_kind_of_device_is_loaded_without_a_word(policy_dir: Path, tmp_path: Path):
+    actor = actor_of(policy_dir)
+    assert load_state(actor.state, save(actor, tmp_path), is_alone=True) == ""
+
+
 def test_a_resumed_run_has_the_optimizers_settings_of_its_own_recipe(policy_dir: Path, tmp_path: Path):
     before = actor_of(policy_dir)
     train(before, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.comm.clock import Clock
-from headrace.trainer.metrics_log import MetricsLog, TimeLeft, Value, console_line
+from headrace.trainer.metrics_log import MetricsLog, TimeLeft, Value, console_line, unbeaten_line
 
 METRICS: dict[str, Value] = {
     "reward/mean": 0.5, "response_length/mean": 7.0, "actor/entropy": 0.3, "actor/grad_norm": 1.0,
@@ -72,3 +72,12 @@ def test_the_console_says_how_long_the_rest_takes_from_the_second_step_on_while_
     texts = [left.after(step, 10.0) for step in range(2, 392)]
     assert texts[-1] == "  1 min 20 s left"
     assert left.after(397, 10.0) == left.after(399, 10.0) == ""
+
+
+def test_a_model_that_no_version_beat_is_named_at_the_end():
+    assert unbeaten_line("eval/a/avg@1", {0: 0.857, 2: 0.5, 4: 0.714}) == (
+        "no version beat the model before training: eval/a/avg@1 was 0.857 at step 0, and at most 0.714 after it"
+    )
+    assert unbeaten_line("eval/a/avg@1", {0: 0.5, 2: 0.5}), "an equal score is no gain"
+    for beaten in ({0: 0.5, 2: 0.6, 4: 0.1}, {2: 0.1, 4: 0.1}, {0: 0.5}, {}):
+        assert unbeaten_line("eval/a/avg@1", beaten) == ""

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...comm.disk import when_writable
+from ...comm.disk import say, when_writable
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
+from ...relay.dataset.chat_template import own_template
 from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout, WeightShard
 from ...relay.weights.publisher import WeightPublisher
@@ -35,6 +36,8 @@ class ActorLearner(Actor):
         )
         self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
+        if template := own_template(recipe.data.chat_template):
+            self.tokenizer.chat_template = template  # whoever uses the exported policy asks it as training did
         self._checkpoint_team = self.group.clone_for_thread()
         self._staged_version = -1
         weights = self._published()
@@ -89,7 +92,9 @@ class ActorLearner(Actor):
     def restore(self, folder: Path) -> None:
         if self.recipe.lora.rank:
             check_adapter(folder / "adapter", self._published(), self.recipe.lora, self.adapter_base)
-        load_state(self.state, folder, is_alone=self.group.size == 1)
+        line = load_state(self.state, folder, is_alone=self.group.size == 1)
+        if line and self.group.is_lead:
+            say(line)
 
     def _published(self) -> dict[str, torch.Tensor]:
         """The weights that make a version: those of the adapter, or all."""

@@ -14,6 +14,10 @@ _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 
 _USUAL_RATES = ((50e6, math.inf), (500e6, 5e-5), (math.inf, 1e-5))
 """Largest usual learning rate when all weights are trained, by number of parameters: a smaller policy tolerates a higher rate."""
+_ADAPTER_FACTOR = 10
+"""How much higher the usual rate of an adapter is ("LoRA Without Regret", thinkingmachines.ai, 2025)."""
+_ADAPTER_ROOM = 2
+"""An adapter is warned of above this multiple of its usual rate, which is known less well."""
 
 
 def check_algorithm(recipe: Recipe) -> list[str]:
@@ -116,13 +120,18 @@ def check_optimizer(optimizer: OptimizerSettings, num_steps: int) -> None:
 def check_rate(optimizer: OptimizerSettings, lora: LoraSettings, folder: Path) -> list[str]:
     """A warning about a learning rate at which a pretrained model forgets what it knows."""
     lr = optimizer.lr
-    if lora.rank or lr <= min(rate for _, rate in _USUAL_RATES):
+    if lr <= min(rate for _, rate in _USUAL_RATES):
         return []
     try:
         size = PolicySizes.of(read_config(folder)).num_parameters
     except SettingError:  # only for the estimate
         return []
     most = next(rate for parameters, rate in _USUAL_RATES if size <= parameters)
+    if lora.rank:
+        usual = f"{1e-6 * _ADAPTER_FACTOR:g} to {most * _ADAPTER_FACTOR:g} is usual"
+        if lr <= most * _ADAPTER_FACTOR * _ADAPTER_ROOM:
+            return []
+        return [f"optimizer.lr={lr:g} is high for an adapter of a model of {size / 1e6:,.0f}M weights; {usual}"]
     if lr <= most:
         return []
     usual = f"1e-6 to {most:g} is usual, more with lora.rank"

@@ -27,6 +27,17 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
         raise SettingError(str(error).replace("data.path", "eval.path")) from error
 
 
+def check_best_of_steps(checkpoint: CheckpointSettings) -> list[str]:
+    """A warning that a metric of steps chooses among few checkpoints; those of evaluations have a checkpoint each."""
+    best = checkpoint.best
+    if not best or best.startswith("eval/") or checkpoint.every is not None:
+        return []
+    chosen = f"checkpoint.best={best} chooses among the checkpoints alone"
+    return [
+        f"{chosen}; with checkpoint.every=null there is one every 30 minutes and at the end, so set checkpoint.every"
+    ]
+
+
 def _check_best(checkpoint: CheckpointSettings, settings: EvalSettings) -> None:
     """A checkpoint can be scored by an evaluation: each has its version evaluated, and the metric exists."""
     best = checkpoint.best

@@ -38,7 +38,7 @@ from ..run_folder import CONFIG_FILE, JOURNAL_FILE, under_way
 from .adapter import check_lora
 from .algorithm import check_algorithm, check_optimizer, check_rate
 from .data import CheckedData, check_data, check_lengths
-from .evaluation import check_evaluation
+from .evaluation import check_best_of_steps, check_evaluation
 from .signatures import check_reward_arguments, check_tools
 
 _ADDRESS = "an address (http://HOST/PATH or judge+http://HOST/v1#model=NAME)"
@@ -120,7 +120,7 @@ def check_settings(recipe: Recipe) -> list[str]:
     if recipe.is_emulated:
         return []
     check_optimizer(recipe.optimizer, recipe.run.steps)
-    return check_algorithm(recipe)
+    return [*check_algorithm(recipe), *check_best_of_steps(recipe.checkpoint)]
 
 
 def _check_comm(comm: CommSettings) -> None:

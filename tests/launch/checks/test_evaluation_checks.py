@@ -6,7 +6,7 @@ import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings, EvalSettings
-from headrace.launch.config.checks.evaluation import check_evaluation
+from headrace.launch.config.checks.evaluation import check_best_of_steps, check_evaluation
 from headrace.launch.config.load import read_recipe
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts, evaluation_data, evaluation_names
 
@@ -66,6 +66,22 @@ def test_sets_of_a_python_file_are_named_by_what_is_behind_the_colon():
 def test_a_mistake_names_the_setting(prompts: Path, words: list[str], message: str):
     with pytest.raises(SettingError, match=message):
         check_evaluation(read_recipe(None, [word.format(prompts) for word in words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "is_warned"),
+    [
+        (["checkpoint.best=reward/mean"], True),
+        (["checkpoint.best=reward/mean", "checkpoint.every=10"], False),
+        (["checkpoint.best=eval/easy/avg@1"], False),
+        ([], False),
+    ],
+)
+def test_a_best_step_that_has_a_checkpoint_only_by_chance_is_a_warning(words: list[str], is_warned: bool):
+    warnings = check_best_of_steps(read_recipe(None, words).checkpoint)
+    assert ["checkpoint.best=reward/mean" in each and "set checkpoint.every" in each for each in warnings] == (
+        [True] if is_warned else []
+    )
 
 
 def test_a_row_without_a_prompt_names_its_file(prompts: Path):

@@ -49,6 +49,23 @@ def test_any_other_file_is_read_as_jsonl(tmp_path: Path):
     assert len(open_rows(DataSettings(path=str(tmp_path / "prompts")))) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"prompt,answer\np,1\n", r"a\.csv is a CSV file, .* give it as JSONL, .* name the folder"),
+        ("a.tsv", b"prompt\tanswer\n", r"a\.tsv is a TSV file, .* give it as JSONL"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08", r"a\.jsonl\.gz is compressed \(\.gz\); unpack it first"),
+        ("a.json", b' \n[\n {"prompt": "p"}\n]\n', r"a\.json is one JSON list, .* give it as JSONL"),
+    ],
+)
+def test_a_file_in_another_form_is_named_with_what_to_give_instead(
+    tmp_path: Path, name: str, content: bytes, message: str
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SettingError, match=rf"data\.path: .*{message}"):
+        open_rows(DataSettings(path=str(tmp_path / name)))
+
+
 def test_the_error_for_a_missing_file_names_the_setting(tmp_path: Path):
     for name in ("no.jsonl", "no.txt", "no"):
         with pytest.raises(SettingError, match=r"data\.path: .* does not exist"):

@@ -73,6 +73,19 @@ def test_verl_functions_are_called_per_sample_or_per_batch():
     assert (one.rewards, many.rewards) == ([2, 4], [2, 5])
 
 
+def test_the_text_of_a_response_of_several_turns_has_every_turn_and_what_tools_answered():
+    turns = [
+        {"role": "assistant", "content": '<tool_call>{"name": "calc"}</tool_call>'},
+        {"role": "tool", "name": "calc", "content": "1776"},
+        {"role": "assistant", "content": "It is 1776"},
+    ]
+    whole = '<tool_call>{"name": "calc"}</tool_call>\n1776\nIt is 1776'
+    batch = {"prompts": ["p"], "completions": [turns], "completion_ids": [[1]], "columns": {}, "step": 0}
+    one = RewardFunction("f", lambda solution_str: float(solution_str == whole))
+    many = RewardFunction("f", lambda solution_strs: [float(solution_strs == [whole])])
+    assert one.score(batch).rewards == many.score(batch).rewards == [1.0]
+
+
 def test_a_per_sample_function_may_name_columns_and_log():
     def reward(solution_str: str, answer: int, completion_ids: list[int], log_metric: Callable[..., None]) -> float:
         log_metric("tokens", len(completion_ids))

@@ -14,6 +14,7 @@ from support.policies import tiny_policy
 from headrace.trainer.learners.builtin import ActorLearner
 from headrace.trainer.policy.adapter_files import keep_start
 from headrace.trainer.policy.checkpoint_files import weights_digest
+from headrace.trainer.policy.model import load_tokenizer
 
 
 def learner_of(base: Path, folder: Path, **settings: object) -> ActorLearner:
@@ -32,6 +33,16 @@ def test_a_checkpoint_names_the_base_that_was_loaded_though_its_files_changed_si
     learner.restore(folder)
     with safe_open(folder / "adapter" / "adapter_model.safetensors", framework="pt") as file:
         assert digest in file.metadata().values()
+
+
+@pytest.mark.parametrize("form", ["text", "file", "tokenizer", ""])
+def test_the_exported_tokenizer_has_the_chat_template_of_the_run(tmp_path: Path, form: str):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(template)
+    setting = {"text": template, "file": str(tmp_path / "own.jinja")}.get(form, form)
+    base = tiny_policy(tmp_path)
+    exported = load_tokenizer(learner_of(base, tmp_path, data__chat_template=setting).export())
+    assert exported.chat_template == (template if form in ("text", "file") else load_tokenizer(base).chat_template)
 
 
 def test_the_last_weights_are_exported_when_their_checkpoint_was_given_up(tmp_path: Path):
