@@ -69,7 +69,7 @@ class Trial:
     response: str | None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What may be a mistake, and what the trial cannot tell."""
+    """Possible mistakes, and the limits of the trial."""
     rewards: dict[str, set[float | None]] = field(default_factory=dict)
     """The different rewards that each function has given."""
     num_scored: int = 0

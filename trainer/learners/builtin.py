@@ -37,7 +37,7 @@ class ActorLearner(Actor):
         self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
         if template := own_template(recipe.data.chat_template):
-            self.tokenizer.chat_template = template  # whoever uses the exported policy asks it as training did
+            self.tokenizer.chat_template = template  # users of the exported policy ask it as training did
         self._checkpoint_team = self.group.clone_for_thread()
         self._staged_version = -1
         weights = self._published()

@@ -61,7 +61,7 @@ def examples() -> dict[tuple[str, str], str]:
 
 
 def functions_of(block: str) -> Iterator[tuple[str, str]]:
-    """The reward functions of a block, with its source but the starts of runs. A block with an ellipsis or a prompt is no program."""
+    """The reward functions of a block, with its source but the starts of runs. A block with an ellipsis or a prompt is not a program."""
     try:
         tree = ast.parse(block)
     except SyntaxError:
