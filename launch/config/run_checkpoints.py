@@ -161,7 +161,10 @@ def _checkpoint(word: str, run: Path, step: int | None, setting: str) -> Trained
     shown = _written_as(word, run)
     steps = _steps(run)
     if step is None and not steps:
-        raise SettingError(f"{setting}the run in {shown} has no complete checkpoint with a model yet")
+        raise SettingError(
+            f"{setting}the run in {shown} has no complete checkpoint with a model yet; a run writes one every 30 minutes and at its end,"
+            " or as checkpoint.every says"
+        )
     number = steps[-1] if step is None else step
     folder = checkpoints.path(number) / WHOLE
     # A model without the trainer's state is complete if the user says so.

@@ -111,7 +111,9 @@ def test_a_command_refuses_a_folder_without_a_model(run: Path, tmp_path: Path):
         TrainedModel.find(str(run / "checkpoints/step_12"))
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun/config.yaml").write_text("run: {steps: 9}\n")
-    with pytest.raises(SettingError, match=r"^the run in .*begun has no complete checkpoint with a model yet$"):
+    with pytest.raises(
+        SettingError, match=r"^the run in .*begun has no complete checkpoint with a model yet; a run writes one"
+    ):
         TrainedModel.find(str(tmp_path / "begun"))
 
 
