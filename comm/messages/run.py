@@ -72,7 +72,7 @@ class MemberStatus(msgspec.Struct, frozen=True):
 
 
 class StatusReport(Message, frozen=True):
-    """From the hub: the step in training, the newest version, the members and the account of the rows."""
+    """From the hub: the number of trained steps, the newest version, the members and the account of the rows."""
 
     step: int
     version: int

@@ -57,7 +57,7 @@ def _rollouts(status: StatusReport) -> list[MemberStatus]:
 
 def describe(status: StatusReport) -> Iterator[str]:
     """The status of a run, as lines."""
-    yield f"step {status.step + 1} in training, version {status.version} published"
+    yield f"{status.step} steps trained, version {status.version} published"
     account = ", ".join(f"{name} {value}" for name, value in status.account.items())
     yield f"rows: {account}"
     for member in status.members:

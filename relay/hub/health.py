@@ -128,7 +128,7 @@ class Health(Handler):
             self._lost_alarm = _LOST_ALARM * self.state.in_flight
         if lost > self._lost_alarm:
             self._lost_alarm = 2 * lost
-            say(f"alarm: {lost} rows were lost since step {self.state.step + 1} began: {self.state.losses.loss}")
+            say(f"alarm: {lost} rows were lost after step {self.state.step}: {self.state.losses.loss}")
 
     @property
     def _may_end(self) -> bool:

@@ -295,7 +295,7 @@ def test_rows_that_are_lost_again_and_again_are_an_alarm(make: MakeRun, capsys: 
         run.say("reference-0", RowsNotFound(rows, [group.rows[0].attempt] * 2, "no copy"))
     alarms = capsys.readouterr().out.splitlines()
     assert len(alarms) == 2, "after more than 4 times the rows in flight, and after twice that"
-    assert alarms[0] == "alarm: 10 rows were lost since step 1 began: reference-0: no copy"
+    assert alarms[0] == "alarm: 10 rows were lost after step 0: reference-0: no copy"
 
 
 def test_the_hubs_loop_looks_at_the_time(
