@@ -95,14 +95,15 @@ class DryRun:
         return Gpus.of_this_host() if self.gpus is None else self.gpus
 
 
-def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
-    """Checks of this host alone: warnings about its threads and its memory, and the bytes that each process needs at most.
+def check_host(recipe: Recipe, hosts: Sequence[int] = ()) -> tuple[list[str], dict[str, float]]:
+    """Checks of this host, the first: warnings about its threads and its memory, and the bytes that each process needs at most.
 
-    Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit.
+    `hosts` are the ranks of each host, by default of one; the others count as equal to this one. Memory is left out where the
+    policy's size is unknown. Raises `SettingError` for what certainly does not fit.
     """
-    places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
+    places = place_ranks(recipe.roles, hosts, recipe.rollout.tp)
     gpus = Gpus.of_this_host()
-    warnings = _of_processors(recipe, gpus)
+    warnings = _of_processors(recipe, gpus, hosts)
     try:
         config = read_config(find_checkpoint(recipe.model.path))
         plan = MemoryPlan(recipe, config, places, gpus, longest_prompt(recipe))
@@ -115,8 +116,8 @@ def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
 
 
 def _of_processors(recipe: Recipe, gpus: Gpus, hosts: Sequence[int] = ()) -> list[str]:
-    """Warnings about the threads of this host, a type that is slow on it, and its GPUs without a rank."""
-    roles = [place.role for place in place_ranks(recipe.roles, tp=recipe.rollout.tp)]
+    """Warnings about the threads of this host, the first, a type that is slow on it, and its GPUs without a rank."""
+    roles = [place.role for place in place_ranks(recipe.roles, hosts, recipe.rollout.tp) if place.host == 0]
     warnings = [*ignored_threads(cores_of(recipe, roles, has_gpus=bool(gpus.names)))]
     if not gpus.names and not recipe.is_emulated:
         warnings += slow_type(recipe.model.compute_type)
