@@ -95,14 +95,15 @@ class DryRun:
         return Gpus.of_this_host() if self.gpus is None else self.gpus
 
 
-def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
-    """Checks of this host alone: warnings about its threads and its memory, and the bytes that each process needs at most.
+def check_host(recipe: Recipe, hosts: Sequence[int] = ()) -> tuple[list[str], dict[str, float]]:
+    """Checks of this host, the first: warnings about its threads and its memory, and the bytes that each process needs at most.
 
-    Memory is left out where the policy's size is unknown. Raises `SettingError` for what certainly does not fit.
+    `hosts` are the ranks of each host, by default of one; the others count as equal to this one. Memory is left out where the
+    policy's size is unknown. Raises `SettingError` for what certainly does not fit.
     """
-    places = place_ranks(recipe.roles, tp=recipe.rollout.tp)
+    places = place_ranks(recipe.roles, hosts, recipe.rollout.tp)
     gpus = Gpus.of_this_host()
-    warnings = _of_processors(recipe, gpus)
+    warnings = _of_processors(recipe, gpus, hosts)
     try:
         config = read_config(find_checkpoint(recipe.model.path))
         plan = MemoryPlan(recipe, config, places, gpus, longest_prompt(recipe))
@@ -115,8 +116,8 @@ def check_host(recipe: Recipe) -> tuple[list[str], dict[str, float]]:
 
 
 def _of_processors(recipe: Recipe, gpus: Gpus, hosts: Sequence[int] = ()) -> list[str]:
-    """Warnings about the threads of this host, a type that is slow on it, and its GPUs without a rank."""
-    roles = [place.role for place in place_ranks(recipe.roles, tp=recipe.rollout.tp)]
+    """Warnings about the threads of this host, the first, a type that is slow on it, and its GPUs without a rank."""
+    roles = [place.role for place in place_ranks(recipe.roles, hosts, recipe.rollout.tp) if place.host == 0]
     warnings = [*ignored_threads(cores_of(recipe, roles, has_gpus=bool(gpus.names)))]
     if not gpus.names and not recipe.is_emulated:
         warnings += slow_type(recipe.model.compute_type)
@@ -131,13 +132,27 @@ def _of_unused_gpus(recipe: Recipe, gpus: Gpus, hosts: Sequence[int]) -> list[st
         by_host[place.host].add(visible_devices(place, gpus.names))
     num = len(gpus.names)
     of_relays = recipe.comm.link == "nccl"
-    unused = num - max(len(used - {""}) for used in by_host.values()) - of_relays
+    used = max(len(used - {""}) for used in by_host.values())
+    unused = num - used - of_relays
     if unused <= 0 or recipe.is_emulated:
         return []
-    actors = max(1, num // 4)
-    split = f"roles.actor={actors} roles.rollout={num - actors - of_relays}"
-    warning = f"{unused} of {num} GPUs of a host have no rank and stay unused; raise roles.actor and roles.rollout"
-    return [f"{warning}, on one host for example to {split}"]
+    warning = f"{unused} of {num} GPUs of a host have no rank and stay unused"
+    actors, rollouts = _split(recipe, num - of_relays - recipe.roles.reference)
+    if not actors or actors + rollouts + recipe.roles.reference <= used:
+        return [warning]
+    split = f"roles.actor={actors} roles.rollout={rollouts}"
+    return [f"{warning}; raise roles.actor and roles.rollout, on one host for example to {split}"]
+
+
+def _split(recipe: Recipe, num_gpus: int) -> tuple[int, int]:
+    """Actors and rollouts for so many GPUs of one host: they use most of them, with about a quarter for the actors. 0 and 0: none fits."""
+    tp = recipe.rollout.tp
+    whole = recipe.trainer.shard_ranks or 1
+    splits = [(actors, (num_gpus - actors) // tp * tp) for actors in range(whole, num_gpus - tp + 1, whole)]
+    if recipe.generator.exact:
+        splits = [split for split in splits if split[0] == 1]
+    quarter = max(1, num_gpus // 4)
+    return max(splits, key=lambda split: (sum(split), -abs(split[0] - quarter)), default=(0, 0))
 
 
 def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[str]:

@@ -233,4 +233,5 @@ def name_hint(name: str) -> str:
                 return f"; {peer}'s {tail} is {names[tail]}"
         if tail in ELSEWHERE:
             return f"; {ELSEWHERE[tail]}"
-    return f"; {ELSEWHERE[parts[0]]}" if parts[0] in ELSEWHERE else ""
+    is_mapping = parts[0] in ELSEWHERE and parts[0].endswith(("_kwargs", "_config", "deepspeed"))
+    return f"; {ELSEWHERE[parts[0]]}" if is_mapping else ""  # a typo of a section here is none of a peer's

@@ -90,7 +90,7 @@ def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
     recipe = with_device_defaults(recipe, gpus)
     warnings = check_recipe(recipe)
     recipe = with_slots(recipe, gpus, hosts)
-    on_host, planned = check_host(recipe)
+    on_host, planned = check_host(recipe, hosts)
     run_dir = Path(recipe.run.dir)
     lock = lock_run_folder(make_run_folder(run_dir))
     try:

@@ -17,6 +17,7 @@ from headrace.launch.config.device_defaults import multiplies_bfloat16
 from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.warm_up import WARM_UP
+from headrace.launch.processes.rank import prepare
 from headrace.launch.processes.secret import SECRET_FILE
 from headrace.launch.run import main
 from headrace.relay.journal.journal import Journal
@@ -250,6 +251,20 @@ def test_gpus_without_a_rank_are_a_warning(words, capsys, given: list[str], warn
     assert main([*as_words(words), *given, "--dry-run"]) == 0
     errors = capsys.readouterr().err
     assert warning in errors and ("stay unused" in errors) is bool(warning)
+
+
+@pytest.mark.parametrize(("hosts", "warning"), [((7, 7), "2 of 8 GPUs of a host"), ((5, 9), ""), ((), "")])
+def test_a_start_warns_of_gpus_that_no_rank_uses_on_any_of_its_hosts(words, monkeypatch, capsys, hosts, warning: str):
+    monkeypatch.setattr(Gpus, "of_this_host", lambda: Gpus(tuple("01234567"), 80.0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    recipe = read_recipe(None, [*as_words(words), "roles.actor=4", "roles.rollout=8", "roles.relay=2"])
+    prepare(recipe, hosts).close()
+    errors = capsys.readouterr().err
+    assert warning in errors and ("stay unused" in errors) is bool(warning)
+    of_threads = next(line for line in errors.splitlines() if "OMP_NUM_THREADS=77" in line)
+    assert "actor " in of_threads and ("rollout " in of_threads) is (hosts != (5, 9)), (
+        "the first host has no rollout there"
+    )
 
 
 def test_a_plan_says_how_many_epochs_the_rows_of_any_sized_data_are(words, tmp_path: Path, capsys):

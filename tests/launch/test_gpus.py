@@ -1,11 +1,15 @@
 """The GPUs that a run may use: those of its job, by a program that stands for nvidia-smi, and by the driver's files."""
 
 import os
+import re
+from itertools import product
 
 import pytest
 
 from headrace.launch.config import gpus
+from headrace.launch.config.dry_run import DryRun
 from headrace.launch.config.gpus import Gpus
+from headrace.launch.config.load import read_recipe
 from headrace.launch.run import main
 
 UUIDS = [f"GPU-{n}a7f0c11-0000-4000-8000-000000000000" for n in range(8)]
@@ -86,3 +90,37 @@ def test_a_dry_run_places_roles_on_the_job_s_gpus(host, capsys):
         "rollout-1 GPU 4",
         "relay-0 + hub CPU",
     ]
+
+
+@pytest.mark.parametrize("words", ["", "trainer.shard_ranks=2", "trainer.shard_ranks=3", "comm.link=nccl"])
+def test_the_roles_advised_for_unused_gpus_pass_the_checks_and_use_more(words):
+    advised = 0
+    for tp, references, num in product((1, 2, 4, 8), (0, 1, 3), (3, 4, 7, 8, 16)):
+        given = [*words.split(), f"rollout.tp={tp}", f"roles.rollout={tp}", f"roles.reference={references}"]
+        given += [f"algorithm.kl_coef={0.1 * references}", f"roles.actor={3 if words.endswith('3') else 2}"]
+        dry_run = DryRun(gpus=Gpus(tuple(map(str, range(num))), 80.0))
+        recipe = read_recipe(None, given)
+        if recipe.roles.actor + tp + references + (recipe.comm.link == "nccl") >= num:
+            continue  # no GPU is unused
+        before = "".join(warning for warning in dry_run.of(recipe) if "stay unused" in warning)
+        if found := re.search(r"to (roles.actor=(\d+)) (roles.rollout=(\d+))", before):
+            advised += 1
+            after = "".join(warning for warning in dry_run.of(read_recipe(None, [*given, found[1], found[3]])))
+            unused = [int(text.partition(" of ")[0]) if "stay unused" in text else 0 for text in (before, after)]
+            assert unused[1] < min(unused[0], tp), (given, num, found[0])
+    assert advised > 5
+
+
+@pytest.mark.parametrize(
+    ("words", "split"),
+    [
+        ("rollout.tp=4 roles.rollout=4", "roles.actor=4 roles.rollout=4"),
+        ("roles.reference=1 algorithm.kl_coef=0.1", "roles.actor=1 roles.rollout=6"),
+        ("rollout.tp=4 roles.rollout=4 trainer.shard_ranks=3 roles.actor=3", ""),
+        ("generator.exact=true", "roles.actor=1 roles.rollout=7"),
+    ],
+)
+def test_the_roles_advised_for_unused_gpus(words, split):
+    told = "".join(DryRun(gpus=Gpus(tuple("01234567"), 80.0)).of(read_recipe(None, words.split())))
+    assert "of 8 GPUs of a host have no rank and stay unused" in told
+    assert split in told and ("roles." in told) is bool(split)

@@ -41,12 +41,29 @@ def test_a_setting_of_an_earlier_version_is_answered_with_what_takes_its_place(n
         ("orchestrator.rollouts_per_example=8", "; prime-rl's rollouts_per_example is batch.samples_per_prompt"),
         ("model_init_kwargs.torch_dtype=bfloat16", "; TRL's torch_dtype is model.dtype"),
         ("generation_kwargs.min_tokens=8", "unknown setting 'generation_kwargs.min_tokens'; the settings of sampling are sampling.*"),
+        ("quantization_config.load_in=8", "; quantized base models are left out"),
+        ("deepspeed.stage=3", "; the ranks of roles.actor shard the policy with FSDP2"),
     ],
 )  # fmt: skip
 def test_names_are_recognised_at_any_depth(word: str, hint: str):
     with pytest.raises(SettingError) as told:
         read_recipe(None, [word])
     assert hint in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("optimizers.lr=1e-5", "the nearest is 'optimizer.lr'"),
+        ("optimizers.name=adamw", "the nearest is 'optimizer.name'"),
+        ("logger.level=debug", "--help lists all settings"),
+        ("run_name.x=1", "--help lists all settings"),
+    ],
+)
+def test_a_mistyped_section_that_is_a_peer_s_setting_is_answered_with_the_nearest(word: str, hint: str):
+    with pytest.raises(SettingError) as told:
+        read_recipe(None, [word])
+    assert str(told.value) == f"unknown setting {word.partition('=')[0]!r}; {hint}"
 
 
 def test_names_of_a_file_are_recognised_too(tmp_path):
