@@ -41,13 +41,14 @@ class DryRun:
 
     def of(self, recipe: Recipe) -> list[str]:
         """Print the plan, then check the recipe as its start does; returns warnings. Raises `SettingError`."""
+        from .checks.evaluation import checkpoint_lines
         from .checks.recipe import check_family, check_recipe, check_settings
 
         recipe = with_slots(with_device_defaults(recipe, self._present), self._present, self.hosts)
         text, refused = self.plan(recipe)
         sys.stdout.write(text)
         sys.stdout.flush()
-        sys.stdout.write("".join(f"{line}\n" for line in start_lines(recipe)))
+        sys.stdout.write("".join(f"{line}\n" for line in (*start_lines(recipe), *checkpoint_lines(recipe))))
         if self.gpus is None:
             warnings = [*check_recipe(recipe, unmade=self.unmade), *_of_processors(recipe, self._present, self.hosts)]
             if recipe.run.resume == "auto" and recipe.run.mode == "train":
