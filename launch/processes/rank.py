@@ -89,7 +89,7 @@ def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
 
     gpus = Gpus.of_this_host()
     recipe = with_device_defaults(recipe, gpus)
-    warnings = check_recipe(recipe)
+    warnings = check_recipe(recipe).warnings
     recipe = with_slots(recipe, gpus, hosts)
     on_host, planned = check_host(recipe)
     run_dir = Path(recipe.run.dir)
