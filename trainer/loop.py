@@ -6,7 +6,7 @@ rollout. Publishing costs one copy of the weights.
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -322,7 +322,8 @@ class Trainer:
         self.trace.close()
         self.storage.close()
         if self.recorder is not None:
-            self.recorder.finish(export if export and Path(export).exists() else "")
+            saved = {*self.checkpoints.folder.whole(), self.learner.version}
+            self.recorder.finish(export if export and Path(export).exists() else "", saved)
         self.mailbox.close()
 
 
@@ -386,8 +387,8 @@ class RunRecorder:
         if self.best in evaluation:
             self.scores[int(evaluation["eval/version"])] = evaluation[self.best]
 
-    def finish(self, export: str) -> None:
-        """Send the hub the facts for the summary."""
+    def finish(self, export: str, saved: Collection[int]) -> None:
+        """Send the hub the facts for the summary; `saved` are the versions that the run leaves."""
         elapsed_s = self.log.elapsed_s
         num = len(self.rewards)
         facts: dict[str, float | int | str] = {"export": export, "time_s": round(elapsed_s, 2)}
@@ -397,7 +398,7 @@ class RunRecorder:
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
         if advice := self.balance.advice():
             facts["advice"] = advice
-        if unbeaten := unbeaten_line(self.best, self.scores):
+        if unbeaten := unbeaten_line(self.best, self.scores, saved):
             facts["best"] = unbeaten
         self.log.close()
         self.mailbox.send("hub", TrainingDone(facts))

@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +127,14 @@ def evaluation_line(metrics: Mapping[str, Value]) -> str:
     return "  ".join(parts)
 
 
-def unbeaten_line(metric: str, scores: Mapping[int, float]) -> str:
-    """Where no later version has beaten the model before training, which has no checkpoint; "" otherwise. `scores` are by version."""
-    later = [score for version, score in scores.items() if version]
+def unbeaten_line(metric: str, scores: Mapping[int, float], saved: Collection[int]) -> str:
+    """Where no `saved` version has beaten the model before training, which has no checkpoint; "" otherwise. `scores` are by version."""
+    later = [score for version, score in scores.items() if version and version in saved]
     if not later or 0 not in scores or max(later) > scores[0]:
         return ""
     return (
-        f"no version beat the model before training: {metric} was {scores[0]:.3f} at step 0, and at most"
-        f" {max(later):.3f} after it"
+        f"no checkpoint beat the model before training: {metric} was {scores[0]:.3f} at step 0, and at most"
+        f" {max(later):.3f} in a later checkpoint"
     )
 
 

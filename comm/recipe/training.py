@@ -145,7 +145,7 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`checkpoint.*`: the checkpoints under `checkpoints/`."""
 
     every: OptionalCount | None = None
-    """Optimizer steps between two checkpoints; null writes one every 30 minutes, 0 none. One is always written at the end of a run and after a signal."""
+    """Optimizer steps between two checkpoints; null writes one every 30 minutes, and every `eval.every` steps too where `best` is a metric of evaluations; 0 writes none. One is always written at the end of a run and after a signal."""
     keep: Count = 2
     """Number of the newest checkpoints that stay on disk."""
     best: str = ""

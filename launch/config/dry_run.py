@@ -41,15 +41,17 @@ class DryRun:
 
     def of(self, recipe: Recipe) -> list[str]:
         """Print the plan, then check the recipe as its start does; returns warnings. Raises `SettingError`."""
+        from .checks.evaluation import checkpoint_lines
         from .checks.recipe import check_family, check_recipe, check_settings
 
         recipe = with_slots(with_device_defaults(recipe, self._present), self._present, self.hosts)
         text, refused = self.plan(recipe)
         sys.stdout.write(text)
         sys.stdout.flush()
-        sys.stdout.write("".join(f"{line}\n" for line in start_lines(recipe)))
+        sys.stdout.write("".join(f"{line}\n" for line in (*start_lines(recipe), *checkpoint_lines(recipe))))
         if self.gpus is None:
-            warnings = [*check_recipe(recipe, unmade=self.unmade), *_of_processors(recipe, self._present, self.hosts)]
+            warnings, num_rows = check_recipe(recipe, unmade=self.unmade)
+            warnings += _of_processors(recipe, self._present, self.hosts)
             if recipe.run.resume == "auto" and recipe.run.mode == "train":
                 from ..resume import choose_point, finished_after
 
@@ -59,6 +61,8 @@ class DryRun:
             warnings = [*check_settings(recipe), *_of_unused_gpus(recipe, self._present, self.hosts)]
             if (Path(recipe.model.path or "?") / "config.json").exists():
                 check_family(recipe.generator, recipe.algorithm, Path(recipe.model.path))
+            num_rows = _num_rows(recipe.data)
+        sys.stdout.write(_epochs(recipe, num_rows))
         if refused:
             raise SettingError("; ".join(refused))
         return warnings
@@ -83,7 +87,7 @@ class DryRun:
             memory = [*plan.lines(), *(f"warning: {shortage}" for shortage in warnings)]
         blocks = {
             "roles": _roles(recipe, places, self._present),
-            "batch": _batch(recipe, is_here=self.gpus is None),
+            "batch": _batch(recipe),
             "memory (estimate)": memory,
             **({"recipe": recipe_yaml(recipe).splitlines()} if self.with_settings else {}),
         }
@@ -171,8 +175,8 @@ def _roles(recipe: Recipe, places: Sequence[Placement], gpus: Gpus) -> Iterator[
     yield f"threads are for hosts of {usable_cores()} cores, as this one is"
 
 
-def _batch(recipe: Recipe, *, is_here: bool) -> Iterator[str]:
-    """Lines about the arithmetic of a batch. `is_here`: the run's files are on this host."""
+def _batch(recipe: Recipe) -> Iterator[str]:
+    """Lines about the arithmetic of a batch."""
     prompts = recipe.batch.prompts_per_step
     samples = recipe.batch.samples_per_prompt
     admission = Admission(recipe.batch, recipe.queue, recipe.run.steps, SCHEDULES[recipe.run.schedule])
@@ -182,19 +186,25 @@ def _batch(recipe: Recipe, *, is_here: bool) -> Iterator[str]:
     then = ", then as few as keep the trainer busy" if admission.follows_trainer else ""
     trajectories = prompts * samples
     yield f"{prompts} prompts x {samples} samples = {trajectories} trajectories a step, at most {longest:,} new tokens"
-    steps = f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups"
-    yield f"{steps}{_epochs(recipe.data, recipe.run.steps * prompts, is_here=is_here)}"
+    yield f"{recipe.run.steps} steps = {recipe.run.steps * prompts:,} groups"
     yield f"queue of {ahead} groups = {ahead * samples} trajectories{then}; staleness {bound}"
     running = recipe.num_replicas * recipe.generator.num_slots
     yield f"{recipe.num_replicas} rollouts x {recipe.generator.num_slots} = {running} trajectories decoded together"
 
 
-def _epochs(settings: DataSettings, num_groups: int, *, is_here: bool) -> str:
-    """How many epochs the groups are; "" with weights, under which sets start again at different times, or if it is unknown."""
-    if settings.weights or not (is_here or all(path.endswith(".jsonl") for path in settings.paths)):
+def _epochs(recipe: Recipe, num_rows: int) -> str:
+    """A line with the epochs of the run; "" if `num_rows` is 0, or with weights, under which sets start again at different times."""
+    if recipe.data.weights or not num_rows:
         return ""
+    num_groups = recipe.run.steps * recipe.batch.prompts_per_step
+    return f"run.steps={recipe.run.steps}: {num_groups / num_rows:.2f} epochs of {num_rows:,} prompts\n"
+
+
+def _num_rows(settings: DataSettings) -> int:
+    """The rows of JSONL files that are here, in a plan for another machine; 0 for other data."""
+    if not all(path.endswith(".jsonl") for path in settings.paths):
+        return 0
     try:
-        num_rows = sum(len(open_rows(structs.replace(settings, path=path))) for path in settings.paths if path)
-    except SettingError:  # the checks tell it
-        return ""
-    return f" = {num_groups / num_rows:.2f} epochs of {num_rows:,} prompts" if num_rows else ""
+        return sum(len(open_rows(structs.replace(settings, path=path))) for path in settings.paths if path)
+    except SettingError:
+        return 0

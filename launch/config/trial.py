@@ -39,13 +39,15 @@ PLACEHOLDER = "This is a response."
 """The response of a row without an answer."""
 ANOTHER = "42"
 """One more response, for rewards that have been the same for all."""
+FORMS = ("<think>a</think> <answer>{}</answer>", "<think>a</think> \\boxed{{{0}}}\n#### {0}")
+"""Responses with the row's answer in the forms that rewards often ask for."""
 POLL_S = 0.002
 MOST_SHOWN = 2000
 """Characters of a prompt that are shown, the first and the last half of them."""
 _ANSWERS = ("response", "completion", "target", "label", "output", "reference", "expected")
 """Columns that may hold a right response, after those of the ground truth."""
 _MOST_OTHERS = 2
-"""Responses beside those of the rows, for rewards that are the same for all."""
+"""Responses beside those of the rows and of `FORMS`, for rewards that are the same for all."""
 _COPIES = 2
 """Samples of a call: a function for batches that returns one reward for all is found only with several."""
 _SLOW = 0.5
@@ -195,8 +197,10 @@ class Trial:
     def _try_others(self, row: _Row, pool: RewardPool, settings: RewardSettings, tokenizer: Any) -> None:
         """Score other responses to a row while a function has given one reward only; note the functions that still have."""
         tried = _answer_of(row.columns, self.response)[1]
-        others = dict.fromkeys([_answer_of(row.columns, None)[1], PLACEHOLDER, ANOTHER])
-        for response in [text for text in others if text != tried][:_MOST_OTHERS]:
+        answer = _answer_of(row.columns, None)[1]
+        others = dict.fromkeys([answer, PLACEHOLDER, ANOTHER])
+        formed = [form.format(answer.rpartition("####")[2].strip()) for form in FORMS]  # GSM8K's is a worked solution
+        for response in [*[text for text in others if text != tried][:_MOST_OTHERS], *formed]:
             if not self._constant:
                 return
             request, _ = self._score(row, response, pool, settings, tokenizer)
@@ -204,16 +208,16 @@ class Trial:
                 self.notes.append(f"reward.path: the response {_cut(response)!r} has no reward: {request.failure}")
                 return
         for name, reward in self._constant.items():
-            given = "no reward" if reward is None else f"{reward:g}"
             self.notes.append(
-                f"reward.path: {name} gave {given} for all {self.num_scored} responses of this trial; try one that should"
+                f"reward.path: {name} gave {reward:g} for all {self.num_scored} responses of this trial; try one that should"
                 f" get another with {RESPONSE} TEXT"
             )
 
     @property
-    def _constant(self) -> dict[str, float | None]:
-        """The functions that have given one reward only, and that reward."""
-        return {name: next(iter(given)) for name, given in self.rewards.items() if len(given) == 1}
+    def _constant(self) -> dict[str, float]:
+        """The functions that have given one reward only, and that reward; a function for rows of other data gives none."""
+        first = {name: next(iter(given)) for name, given in self.rewards.items() if len(given) == 1}
+        return {name: reward for name, reward in first.items() if reward is not None}
 
     def _score(
         self, row: _Row, response: str, pool: RewardPool, settings: RewardSettings, tokenizer: Any

@@ -84,11 +84,12 @@ def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
 
     Returns the folder's lock. Whoever starts a run holds it until the run has ended.
     """
+    from ..config.checks.evaluation import checkpoint_lines
     from ..config.checks.recipe import check_recipe, check_run_folder
 
     gpus = Gpus.of_this_host()
     recipe = with_device_defaults(recipe, gpus)
-    warnings = check_recipe(recipe)
+    warnings = check_recipe(recipe).warnings
     recipe = with_slots(recipe, gpus, hosts)
     on_host, planned = check_host(recipe, hosts)
     run_dir = Path(recipe.run.dir)
@@ -97,7 +98,7 @@ def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
         check_run_folder(recipe.run)  # a run may have begun, and ended, since the first look
         for warning in (*warnings, *on_host):
             print_message(f"warning: {warning}")
-        for line in (*start_lines(recipe), *prepare_folder(recipe)):
+        for line in (*start_lines(recipe), *checkpoint_lines(recipe), *prepare_folder(recipe)):
             print_message(line)
         if recipe.lora.rank and recipe.lora.path:
             from ...trainer.policy.adapter_files import keep_start

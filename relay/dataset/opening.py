@@ -55,7 +55,9 @@ def _check_format(path: Path) -> None:
             f"data.path: {path} is a {path.suffix[1:].upper()} file, which is not read by itself; {alone}"
         )
     if path.suffix in _COMPRESSED:
-        raise SettingError(f"data.path: {path} is compressed ({path.suffix}); unpack it first")
+        raise SettingError(
+            f"data.path: {path} is compressed ({path.suffix}); unpack it first, or put it into a folder of its own and name the folder"
+        )
     try:
         with path.open("rb") as file:
             start = file.read(_START_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()

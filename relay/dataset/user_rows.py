@@ -72,7 +72,7 @@ class UserRows:
             yield
         except SettingError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit would end this process without a word
             file = str(self._file.resolve())
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
             line = f" ({self._file}:{lines[-1]})" if lines else ""

@@ -65,10 +65,16 @@ class _Notes:
 
 
 class RewardFunction:
-    """A function with its name; `max_steps` is that of the run."""
+    """A function with its name; `max_steps` is that of the run.
 
-    def __init__(self, name: str, function: Callable[..., Any], max_steps: int = 0) -> None:
+    With `reads_last`, the text of a chat is the policy's last message alone, without those of tools and earlier turns.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], max_steps: int = 0, *, reads_last: bool = False
+    ) -> None:
         self.name = name
+        self._as_text = _last_text if reads_last else _as_text
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._function = function
         self._max_steps = max_steps
@@ -119,7 +125,7 @@ class RewardFunction:
         """verl's arguments, one value for each sample; the data needs a ground truth only if the function takes it."""
         if self._is_verl:
             yield "data_source", [row.get("data_source") for row in rows]
-            yield "solution_str", [_as_text(each) for each in completions]
+            yield "solution_str", [self._as_text(each) for each in completions]
             yield "extra_info", [row if row.get("extra_info") is None else row["extra_info"] for row in rows]
             if self._takes_any or {"ground_truth", "ground_truths"} & self._names:
                 yield "ground_truth", [ground_truth_of(row) for row in rows]
@@ -222,6 +228,13 @@ def _as_text(completion: str | list[dict[str, Any]]) -> str:
     if isinstance(completion, str):
         return completion
     return "\n".join(content for each in completion if isinstance(content := each.get("content"), str))
+
+
+def _last_text(completion: str | list[dict[str, Any]]) -> str:
+    """The policy's last message of a chat as text; a response of text has no messages and is whole."""
+    if isinstance(completion, str):
+        return completion
+    return _as_text([each for each in completion if each.get("role") == "assistant"][-1:])
 
 
 def _result(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Reward functions that `reward.path` takes by name.
 
-All but `length` are called per sample with the text of the response, so they serve text and chat prompts alike. The ground truth
-is the column `ground_truth`, `reward_model.ground_truth`, `answer` or `solution`.
+All but `length` are called per sample with the text of the response, so they serve text and chat prompts alike. Of a chat with
+several turns it is the policy's last message, without the answers of tools. The ground truth is the column `ground_truth`,
+`reward_model.ground_truth`, `answer` or `solution`.
 """
 
 import re

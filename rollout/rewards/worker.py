@@ -94,7 +94,9 @@ def load_functions(functions: Mapping[str, str], max_steps: int, timeout_s: floa
             continue
         path = path if ":" in path else f"{_READY}:{path}"
         add_folders(path)
-        loaded.append(RewardFunction(name, load_object("reward.path", path), max_steps))
+        function = load_object("reward.path", path)
+        # A number or a form in the answer of a tool is not the policy's.
+        loaded.append(RewardFunction(name, function, max_steps, reads_last=path.startswith(f"{_READY}:")))
     return loaded
 
 

@@ -271,7 +271,8 @@ def test_a_plan_says_how_many_epochs_the_rows_of_any_sized_data_are(words, tmp_p
     (tmp_path / "own.py").write_text("rows = [{'prompt': 'p', 'answer': 1}] * 5\n")
     words |= {"data.path": f"{tmp_path / 'own.py'}:rows", "run.steps": "2", "batch.prompts_per_step": "5"}
     assert main([*as_words(words), "--dry-run"]) == 0
-    assert "2 steps = 10 groups = 2.00 epochs of 5 prompts" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 steps = 10 groups\n" in said and "run.steps=2: 2.00 epochs of 5 prompts\n" in said
     assert main([*as_words(words), "data.weights=[1]", "--dry-run"]) == 0
     assert "epochs" not in capsys.readouterr().out, "sets with weights start again at different times"
 
@@ -358,9 +359,17 @@ def test_a_dry_run_prints_the_plan_alone_and_all_settings_on_request(words, caps
     plan = capsys.readouterr().out
     assert plan.startswith("roles\n") and plan.count("\n") < 30 and "optimizer:" not in plan
     assert main([*as_words(words), "--dry-run", "--settings"]) == 0
-    assert capsys.readouterr().out.startswith(plan)
+    assert capsys.readouterr().out.startswith(plan[: plan.index("run.steps=")])
     assert main([*as_words(words), "--settings"]) == 2
     assert "--settings: only with --dry-run" in capsys.readouterr().err
+
+
+def test_a_dry_run_with_data_that_ends_the_program_prints_the_plan_and_says_so(words, tmp_path: Path, capsys):
+    (tmp_path / "own.py").write_text("import sys\n\n\nclass Rows(list):\n    def __len__(self):\n        sys.exit(3)\n")
+    assert main([*as_words(words | {"data.path": f"{tmp_path / 'own.py'}:Rows"}), "--dry-run"]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("roles\n") and "epochs" not in said.out
+    assert "error: data.path: " in said.err and "SystemExit: 3 (" in said.err and "own.py:6)" in said.err
 
 
 def test_a_dry_run_shows_the_ranks_of_several_hosts(words, capsys):

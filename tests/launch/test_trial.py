@@ -154,8 +154,8 @@ def test_a_batch_function_that_returns_one_reward_for_all_is_found(tried: Tried)
 @pytest.mark.parametrize(
     ("body", "words", "note"),
     [
-        ("0.0", [], "reward gave 0 for all 3 responses of this trial"),
-        ("0.0", ["--response", "no answer"], "reward gave 0 for all 3 responses of this trial"),
+        ("0.0", [], "reward gave 0 for all 5 responses of this trial"),
+        ("0.0", ["--response", "no answer"], "reward gave 0 for all 5 responses of this trial"),
         ("float(solution_str == str(answer))", ["--response", "no answer"], ""),
         ("float(solution_str == str(answer))", [], ""),
         ("float(int(solution_str) == answer)", [], "the response 'This is a response.' has no reward: ValueError: "),
@@ -166,6 +166,23 @@ def test_a_reward_that_is_the_same_for_all_responses_is_not_well(tried: Tried, b
     assert (code, errors) == (0, "")
     assert f"warning: reward.path: {note}" in output if note else "warning" not in output
     assert output.endswith("\nno mistake was found\n" if note else "\nall is well\n")
+
+
+def test_functions_that_ask_for_a_form_or_leave_a_row_out_are_well(tried: Tried):
+    source = """import re
+def tags(solution_str):
+    return float(re.fullmatch(r"<think>.+</think>\\s*<answer>4</answer>", solution_str) is not None)
+def boxed(solution_str):
+    return float("\\\\boxed{4}" in solution_str)
+def others(solution_str):
+    return None
+"""
+    file = tried.folder / "rewards.py"
+    paths = ", ".join(f"{file}:{name}" for name in ("tags", "boxed", "others"))
+    code, output, _ = tried(
+        source, f"reward.path=[{paths}, format, marked]", row={"prompt": "p", "answer": "2+2 #### 4"}
+    )
+    assert code == 0 and output.endswith("\nall is well\n"), output
 
 
 def test_a_file_that_cannot_be_loaded_is_told_with_its_line(tried: Tried):

@@ -117,4 +117,4 @@ def test_a_run_says_at_its_end_that_no_version_beat_the_model_before_training(tm
     same = {"eval.samples": 1, "eval.temperature": 0, "optimizer.lr": 0, "run.steps": 2}
     system = evaluated_system(tmp_path, **same, **{"checkpoint.best": "eval/hard/avg@1"})
     summary = system.start_all().wait()
-    assert summary["best"].startswith("no version beat the model before training: eval/hard/avg@1 was")
+    assert summary["best"].startswith("no checkpoint beat the model before training: eval/hard/avg@1 was")

@@ -75,9 +75,10 @@ def test_the_console_says_how_long_the_rest_takes_from_the_second_step_on_while_
 
 
 def test_a_model_that_no_version_beat_is_named_at_the_end():
-    assert unbeaten_line("eval/a/avg@1", {0: 0.857, 2: 0.5, 4: 0.714}) == (
-        "no version beat the model before training: eval/a/avg@1 was 0.857 at step 0, and at most 0.714 after it"
-    )
-    assert unbeaten_line("eval/a/avg@1", {0: 0.5, 2: 0.5}), "an equal score is not a gain"
+    assert unbeaten_line("eval/a/avg@1", {0: 0.857, 2: 0.9, 4: 0.5, 8: 0.714}, {4, 8}) == (
+        "no checkpoint beat the model before training: eval/a/avg@1 was 0.857 at step 0, and at most 0.714 in a later"
+        " checkpoint"
+    ), "version 2 has none"
+    assert unbeaten_line("eval/a/avg@1", {0: 0.5, 2: 0.5}, {2}), "an equal score is not a gain"
     for beaten in ({0: 0.5, 2: 0.6, 4: 0.1}, {2: 0.1, 4: 0.1}, {0: 0.5}, {}):
-        assert unbeaten_line("eval/a/avg@1", beaten) == ""
+        assert unbeaten_line("eval/a/avg@1", beaten, {2, 4}) == ""

@@ -17,10 +17,11 @@ _SPECIAL_TOKENS = 16
 
 
 class CheckedData(NamedTuple):
-    """The prompts of the sets of a setting, and the first row of each set."""
+    """The prompts of the sets of a setting, the first row of each set, and the number of all rows."""
 
     prompts: list[Any]
     first_rows: list[dict[str, Any]]
+    num_rows: int = 0
 
 
 def check_data(settings: DataSettings, most: int | None = None) -> CheckedData:
@@ -36,7 +37,8 @@ def check_data(settings: DataSettings, most: int | None = None) -> CheckedData:
         raise SettingError(f"data.weights: {rare[0]:g} is less than a millionth of their sum; 0 leaves a set out")
     each = [(open_rows(structs.replace(settings, path=path)), path) for path in settings.paths]
     prompts = [prompt for rows, path in each for prompt in checked_prompts(rows, path, settings.prompt_column, most)]
-    return CheckedData(prompts, [msgspec.json.decode(rows[0]) for rows, _ in each])
+    first_rows = [msgspec.json.decode(rows[0]) for rows, _ in each]
+    return CheckedData(prompts, first_rows, sum(len(rows) for rows, _ in each))
 
 
 def check_lengths(

@@ -38,6 +38,15 @@ def check_best_of_steps(checkpoint: CheckpointSettings) -> list[str]:
     ]
 
 
+def checkpoint_lines(recipe: Recipe) -> list[str]:
+    """A line for the console about checkpoints that a run writes for `checkpoint.best` although `checkpoint.every` is null."""
+    best = recipe.checkpoint.best
+    every = recipe.eval.every
+    if not best.startswith("eval/") or not every or recipe.checkpoint.every is not None or recipe.run.mode != "train":
+        return []
+    return [f"a checkpoint every {every} steps, for checkpoint.best={best} (checkpoint.every=null)"]
+
+
 def _check_best(checkpoint: CheckpointSettings, settings: EvalSettings) -> None:
     """A checkpoint can be scored by an evaluation: each has its version evaluated, and the metric exists."""
     best = checkpoint.best

@@ -9,6 +9,7 @@ from importlib.machinery import FrozenImporter
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from ....comm.environment import JOINING
 from ....comm.errors import SettingError
@@ -44,8 +45,16 @@ from .signatures import check_reward_arguments, check_tools
 _ADDRESS = "an address (http://HOST/PATH or judge+http://HOST/v1#model=NAME)"
 
 
-def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
-    """Check settings, files, data and functions of a recipe; returns warnings. Leaves no file.
+class CheckedRecipe(NamedTuple):
+    """What the checks of a recipe have found."""
+
+    warnings: list[str]
+    num_rows: int
+    """Rows of `data.path`; 0 if it is not made yet."""
+
+
+def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> CheckedRecipe:
+    """Check settings, files, data and functions of a recipe. Leaves no file. Raises `SettingError`.
 
     `unmade` are settings whose files a start makes first, so that they cannot be checked yet.
     """
@@ -54,8 +63,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     check_run_folder(recipe.run)
     evaluation = [] if "eval.path" in unmade else check_evaluation(recipe)
     if recipe.is_emulated:
-        check_data(recipe.data)
-        return warnings
+        return CheckedRecipe(warnings, check_data(recipe.data).num_rows)
     check_functions(recipe)
     data = CheckedData([], []) if "data.path" in unmade else check_data(recipe.data)
     check_tools(recipe.environment)
@@ -64,7 +72,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
         warnings += check_reward_arguments(recipe.reward, data.first_rows, "data.path")
         warnings += check_reward_arguments(recipe.reward, rows, "eval.path")
     if "model.path" in unmade:
-        return warnings
+        return CheckedRecipe(warnings, data.num_rows)
     policy = ModelFiles.read(recipe.model.path)
     check_family(recipe.generator, recipe.algorithm, policy.folder)
     check_tp(recipe.rollout.tp, policy)
@@ -73,7 +81,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> list[str]:
     warnings += check_lora(recipe, policy.folder)
     for settings, found in [(recipe.data, data), *evaluation]:
         warnings += check_lengths(settings, found.prompts, policy, recipe.environment, recipe.sampling.max_new_tokens)
-    return warnings
+    return CheckedRecipe(warnings, data.num_rows)
 
 
 def check_names_here() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import DataSettings, EvalSettings
-from headrace.launch.config.checks.evaluation import check_best_of_steps, check_evaluation
+from headrace.launch.config.checks.evaluation import check_best_of_steps, check_evaluation, checkpoint_lines
 from headrace.launch.config.load import read_recipe
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts, evaluation_data, evaluation_names
 
@@ -82,6 +82,20 @@ def test_a_best_step_that_has_a_checkpoint_only_by_chance_is_a_warning(words: li
     assert ["checkpoint.best=reward/mean" in each and "set checkpoint.every" in each for each in warnings] == (
         [True] if is_warned else []
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "num"),
+    [
+        (["checkpoint.best=eval/easy/avg@1", "eval.every=5"], 1),
+        (["checkpoint.best=eval/easy/avg@1", "eval.every=5", "checkpoint.every=10"], 0),
+        (["checkpoint.best=reward/mean", "eval.every=5"], 0),
+        (["eval.every=5"], 0),
+    ],
+)
+def test_checkpoints_that_an_evaluation_needs_are_announced(words: list[str], num: int):
+    line = "a checkpoint every 5 steps, for checkpoint.best=eval/easy/avg@1 (checkpoint.every=null)"
+    assert checkpoint_lines(read_recipe(None, words)) == [line] * num
 
 
 def test_a_row_without_a_prompt_names_its_file(prompts: Path):

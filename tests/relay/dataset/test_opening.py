@@ -1,5 +1,6 @@
 """A user's data comes in several formats; all give the same rows."""
 
+import gzip
 import json
 import os
 import tracemalloc
@@ -42,6 +43,14 @@ def test_every_format_gives_the_same_rows(path: Path):
     rows = open_rows(DataSettings(path=str(path)))
     assert [json.loads(rows[i]) for i in range(len(rows))] == ROWS
     assert list(checked_prompts(rows, str(path))) == [row["prompt"] for row in ROWS]
+
+
+def test_a_compressed_file_is_read_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "p", "answer": 1}\n'))
+    rows = open_rows(DataSettings(path=str(tmp_path / "rows")))
+    assert len(rows) == 1 and json.loads(rows[0]) == {"prompt": "p", "answer": 1}
 
 
 def test_any_other_file_is_read_as_jsonl(tmp_path: Path):

@@ -122,6 +122,7 @@ def test_a_row_that_cannot_be_used_is_named_before_the_run(tmp_path: Path, body:
             "Rows",
             r"OSError: first \(.*:3\)$",
         ),
+        ("import sys\ndef Rows():\n    sys.exit(3)", "Rows", r"SystemExit: 3 \(.*:3\)$"),
     ],
 )
 def test_a_file_that_gives_no_rows_is_told_in_one_line(tmp_path: Path, text: str, name: str, message: str):

@@ -10,6 +10,7 @@ from support.assets import GSM8K
 
 from headrace.rollout.rewards.function import RewardFunction, Scores, WrongLength, combined
 from headrace.rollout.rewards.ready import format, gsm8k, length, math
+from headrace.rollout.rewards.worker import load_functions
 from headrace.rollout.user_code.channel import explain
 
 BATCH = {
@@ -84,6 +85,23 @@ def test_the_text_of_a_response_of_several_turns_has_every_turn_and_what_tools_a
     one = RewardFunction("f", lambda solution_str: float(solution_str == whole))
     many = RewardFunction("f", lambda solution_strs: [float(solution_strs == [whole])])
     assert one.score(batch).rewards == many.score(batch).rewards == [1.0]
+
+
+def test_built_in_functions_read_the_last_message_of_the_policy_and_no_answer_of_a_tool():
+    call = {"role": "assistant", "content": '<tool_call>{"name": "calc"}</tool_call>'}
+    answer = {"role": "tool", "name": "calc", "content": "72"}
+    ends = ["No idea", "<think>It is 72</think> #### 72", "I take 71"]
+    batch = {
+        "prompts": ["p"] * 4,
+        "completions": [*([call, answer, {"role": "assistant", "content": end}] for end in ends), [call, answer]],
+        "completion_ids": [[1]] * 4,
+        "columns": {"answer": ["72"] * 4},
+        "step": 0,
+    }
+    loaded = load_functions({"gsm8k": "gsm8k", "format": "format", "marked": "marked"}, max_steps=1, timeout_s=1.0)
+    given = {each.name: each.score(batch).rewards for each in loaded}
+    assert given["gsm8k"] == given["format"] == [0.0, 1.0, 0.0, 0.0]
+    assert RewardFunction("gsm8k", gsm8k).score(batch).rewards == [1.0, 1.0, 0.0, 1.0], "a user's own gets all turns"
 
 
 def test_a_per_sample_function_may_name_columns_and_log():
