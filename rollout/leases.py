@@ -171,9 +171,9 @@ class HeldLeases:
     def take(self, grant: LeaseGrant, version: int) -> list[tuple[Lease, list[LeasedRow]]]:
         """The groups of a grant with the trajectories to start, on `version`.
 
-        A grant for another version goes back to the hub, unless it answers the present request and the weights are newer:
-        they have changed since. On older ones, taken to continue another's trajectories, its groups would be due earlier than the
-        hub has planned. So do leases that come for a request after an answer without any.
+        A grant for another version goes back to the hub, unless the weights are newer and it answers the present request, or versions
+        may mix: they have changed since. On older ones, taken for an evaluation or to continue another's trajectories, its groups
+        would be due earlier than the hub has planned. So do leases that come for a request after an answer without any.
         """
         if self.is_answered(grant):
             # A second answer to a repeated request has no other leases than the first one. But a hub that died may have answered
@@ -182,8 +182,8 @@ class HeldLeases:
                 self._return(grant)
             return []
         self._note_answer(grant)
-        may_be_newer = grant.request_id == self._request.request_id and grant.version <= version
-        if grant.version != version and not may_be_newer and not self.mixes_versions:
+        may_be_newer = grant.request_id == self._request.request_id or self.mixes_versions
+        if grant.version > version or (grant.version < version and not may_be_newer):
             self._return(grant)
             return []
         self._evaluates = grant.is_evaluation

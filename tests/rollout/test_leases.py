@@ -16,12 +16,12 @@ GROUP = GroupId(0, 5)
 
 
 class Desk:
-    """The leases of one rollout under `headrace`, and the hub's inbox."""
+    """The leases of one rollout, and the hub's inbox."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: str = "headrace") -> None:
         self.mailboxes = MemoryMailboxes()
         self.hub = self.mailboxes.open("hub")
-        pacing = RolloutPacing.of(SCHEDULES["headrace"], prompts_per_step=4, num_rollouts=1)
+        pacing = RolloutPacing.of(SCHEDULES[schedule], prompts_per_step=4, num_rollouts=1)
         self.leases = HeldLeases(self.mailboxes.open("rollout-0"), 1, samples_per_prompt=2, pacing=pacing)
 
     def request(self, version: int) -> LeaseRequest:
@@ -91,11 +91,23 @@ def test_a_grant_of_an_older_request_goes_back_after_a_change_of_weights(desk: D
     assert isinstance(returned, LeaseReturn) and returned.groups == [GROUP]
 
 
-def test_a_grant_of_the_present_request_goes_back_if_the_weights_are_older_by_then(desk: Desk):
+@pytest.mark.parametrize("schedule", ["headrace", "partial"])
+def test_a_grant_of_the_present_request_goes_back_if_the_weights_are_older_by_then(schedule: str):
+    """Also where newer weights may continue what older ones began."""
+    desk = Desk(schedule)
     request = desk.request(version=6)
     assert not desk.leases.take(grant(request), version=5)
     (returned,) = desk.heard()
     assert isinstance(returned, LeaseReturn) and returned.groups == [GROUP], "the hub has counted with version 6"
+
+
+def test_where_versions_mix_a_grant_of_an_older_request_starts_on_the_present_weights():
+    desk = Desk("partial")
+    older = desk.request(version=3)
+    desk.leases.begin_version(4)
+    desk.request(version=4)
+    ((_, rows),) = desk.leases.take(grant(older), version=4)
+    assert [row.version for row in rows] == [4, 4] and not desk.heard()
 
 
 def test_a_rollout_takes_its_part_of_the_window_where_that_is_more_than_its_part_of_a_step(desk: Desk):
