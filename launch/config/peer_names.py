@@ -234,4 +234,4 @@ def name_hint(name: str) -> str:
         if tail in ELSEWHERE:
             return f"; {ELSEWHERE[tail]}"
     is_mapping = parts[0] in ELSEWHERE and parts[0].endswith(("_kwargs", "_config", "deepspeed"))
-    return f"; {ELSEWHERE[parts[0]]}" if is_mapping else ""  # a typo of a section here is none of a peer's
+    return f"; {ELSEWHERE[parts[0]]}" if is_mapping else ""  # a typo of a section here is not a peer's name

@@ -46,7 +46,7 @@ _ADDRESS = "an address (http://HOST/PATH or judge+http://HOST/v1#model=NAME)"
 
 
 class CheckedRecipe(NamedTuple):
-    """What the checks of a recipe have found."""
+    """The findings of the checks of a recipe."""
 
     warnings: list[str]
     num_rows: int
