@@ -14,6 +14,7 @@ from support.closing import at_end, hang_up
 
 from headrace.comm.errors import StoreGone
 from headrace.comm.frames import encode_message
+from headrace.comm.links.handshake import NONCE_BYTES, PROOF_BYTES
 from headrace.comm.links.host import split_address
 from headrace.comm.links.tls import TlsIdentity
 from headrace.comm.store import server as server_module
@@ -97,6 +98,13 @@ def test_what_a_stranger_sends_costs_the_others_nothing(server, sent):
     stranger.sendall(sent)
     client.set("key", b"value")
     assert client.get("key") == b"value"
+
+
+def test_a_stranger_who_believes_the_server_and_has_a_wrong_proof_loses_the_connection(server):
+    with socket.create_connection(split_address(server.address), PATIENCE_S) as stranger:
+        stranger.sendall(b"n" * NONCE_BYTES + b"p" * PROOF_BYTES)
+        while stranger.recv(1 << 12):  # the server's part of the handshake, then the end
+            pass
 
 
 def test_a_crowd_of_strangers_keeps_no_client_out(server, monkeypatch):
