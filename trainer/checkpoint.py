@@ -166,7 +166,7 @@ class CheckpointWriter:
         self._settings = settings
         self._scores: dict[int, float] = {}
         """Scores by evaluations that came after their checkpoints, until they are on the disk."""
-        self._evaluated: int | None = -1 if is_evaluation(settings.best) else None
+        self._evaluated: int | None = -1 if settings.is_best_evaluated else None
         """The newest version that was evaluated; None if evaluations give no score."""
         self._has_scored = True
         """Whether all of these scores are on the disk."""
@@ -264,11 +264,6 @@ class CheckpointWriter:
         # A checkpoint that is whole failed later: at the removal of others.
         if self._is_lead and self.newest not in self.folder.whole():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def is_evaluation(metric: str) -> bool:
-    """Whether `checkpoint.best` is a metric of evaluations, whose scores come after the checkpoint."""
-    return metric.startswith("eval/")
 
 
 def _first_failure(error: CheckpointException) -> Exception:

@@ -26,7 +26,7 @@ from ..relay.queue.stream import AfterLastStep, ExperienceStream, RunStopped, St
 from ..relay.queue.tasks import REFERENCE
 from .algorithms.objective import has_gradient
 from .balance import Balance, layout_of
-from .checkpoint import CheckpointWriter, is_evaluation
+from .checkpoint import CheckpointWriter
 from .learners.base import Learner, open_learner
 from .metrics_log import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .progress import behind_line, progress
@@ -217,17 +217,12 @@ class Trainer:
         give_back_heap()
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every `checkpoint.every` steps, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one.
-
-        With null, versions that an evaluation will compare have one too, since the score comes when the weights are gone.
-        """
-        every = self.recipe.checkpoint.every
+        """Begin a checkpoint every `checkpoint_steps`, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one."""
+        every = self.recipe.checkpoint_steps
         is_late = 0.0
-        if every is None and self.has_state:
+        if self.recipe.checkpoint.every is None and self.has_state:
             is_late = float(time.monotonic() - self.checkpointed_at >= CHECKPOINT_PERIOD_S)
             is_late = self.group.all_reduce_max([is_late if self.group.is_lead else 0.0])[0]  # rank 0's clock counts
-        if every is None and is_evaluation(self.recipe.checkpoint.best):
-            every = self.recipe.eval.every
         is_due = every and self.learner.version % every == 0
         if is_due or is_late or self.checkpoint_after >= self.checkpoints.newest:
             self.checkpoint()
@@ -243,11 +238,12 @@ class Trainer:
         started = self.clock.now()
         self.checkpointed_at = time.monotonic()
         self.trace.enter("checkpoint")
-        best = self.recipe.checkpoint.best
+        settings = self.recipe.checkpoint
+        best = settings.best
         score = self.metrics.get(best)
-        if not isinstance(score, float | int) or is_evaluation(best):
+        if not isinstance(score, float | int) or settings.is_best_evaluated:
             score = None
-            if best and not is_evaluation(best) and self.group.is_lead:
+            if best and not settings.is_best_evaluated and self.group.is_lead:
                 names = ", ".join(sorted(self.metrics))
                 print(
                     f"checkpoint.best: this checkpoint has no score, since its step has no '{best}'; it has {names}",

@@ -57,6 +57,15 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.roles.rollout // self.rollout.tp
 
     @property
+    def checkpoint_steps(self) -> int | None:
+        """Steps between two checkpoints, 0 and None as in `checkpoint.every`.
+
+        Where `checkpoint.best` is a metric of evaluations, None becomes their period: a score comes when the weights are gone.
+        """
+        every = self.checkpoint.every
+        return self.eval.every if every is None and self.checkpoint.is_best_evaluated else every
+
+    @property
     def is_emulated(self) -> bool:
         """Whether the run's devices are emulated."""
         return "emulated" in (self.rollout.engine, self.trainer.engine)

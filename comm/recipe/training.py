@@ -152,3 +152,8 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A metric such as `reward/mean` or `eval/NAME/avg@1`: the checkpoint with its highest value stays on disk too; empty is off."""
     grace_s: SecondsOrNone = 60.0
     """Seconds that an interrupted run has to write its last checkpoint, in addition to the usual 20."""
+
+    @property
+    def is_best_evaluated(self) -> bool:
+        """Whether `best` is a metric of evaluations, whose scores come after the checkpoint."""
+        return self.best.startswith("eval/")

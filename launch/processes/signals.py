@@ -53,9 +53,8 @@ def _route_to_main_thread() -> dict[signal.Signals, Any]:
     if threading.current_thread() is not threading.main_thread():
         return {}  # Python's handlers run in the main thread, which has not blocked them
     ident = threading.get_ident()
-    numbers = [
-        number for number in _ENDING if signal.getsignal(number) is not None
-    ]  # a handler that is not Python's stays
+    # A handler that is not Python's could not be set again.
+    numbers = [number for number in _ENDING if signal.getsignal(number) is not None]
     return {number: signal.signal(number, lambda n, _: signal.pthread_kill(ident, n)) for number in numbers}
 
 

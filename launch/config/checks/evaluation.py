@@ -30,7 +30,7 @@ def check_evaluation(recipe: Recipe) -> list[tuple[DataSettings, CheckedData]]:
 def check_best_of_steps(checkpoint: CheckpointSettings) -> list[str]:
     """A warning that a metric of steps chooses among few checkpoints; those of evaluations have a checkpoint each."""
     best = checkpoint.best
-    if not best or best.startswith("eval/") or checkpoint.every is not None:
+    if not best or checkpoint.is_best_evaluated or checkpoint.every is not None:
         return []
     chosen = f"checkpoint.best={best} chooses among the checkpoints alone"
     return [
@@ -40,11 +40,10 @@ def check_best_of_steps(checkpoint: CheckpointSettings) -> list[str]:
 
 def checkpoint_lines(recipe: Recipe) -> list[str]:
     """A line for the console about checkpoints that a run writes for `checkpoint.best` although `checkpoint.every` is null."""
-    best = recipe.checkpoint.best
-    every = recipe.eval.every
-    if not best.startswith("eval/") or not every or recipe.checkpoint.every is not None or recipe.run.mode != "train":
+    every = recipe.checkpoint_steps
+    if recipe.checkpoint.every is not None or not every or recipe.run.mode != "train":
         return []
-    return [f"a checkpoint every {every} steps, for checkpoint.best={best} (checkpoint.every=null)"]
+    return [f"a checkpoint every {every} steps, for checkpoint.best={recipe.checkpoint.best} (checkpoint.every=null)"]
 
 
 def _check_best(checkpoint: CheckpointSettings, settings: EvalSettings) -> None:
@@ -53,7 +52,7 @@ def _check_best(checkpoint: CheckpointSettings, settings: EvalSettings) -> None:
     every = checkpoint.every
     if best and every == 0:
         raise SettingError(f"checkpoint.best={best}: there is nothing to choose from; set checkpoint.every above 0")
-    if not best.startswith("eval/"):
+    if not checkpoint.is_best_evaluated:
         return
     if not settings.paths:
         raise SettingError(f"checkpoint.best={best}: nothing is evaluated; set eval.path, and eval.every above 0")
