@@ -38,7 +38,7 @@ class FrameHead(NamedTuple):
     num_bytes: int
 
 
-_KINDS = tuple(FrameKind)
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 def encode_head(kind: FrameKind, num_bytes: int) -> bytes:
@@ -57,9 +57,10 @@ def decode_head(data: bytes | bytearray | memoryview, most: int = MAX_BYTES) -> 
     if len(data) < HEAD_BYTES:
         raise MessageRefused(f"malformed frame: a header of {len(data)} bytes")
     kind, num_bytes = _HEAD.unpack_from(data)
-    if kind not in _KINDS or not 0 <= num_bytes <= (most if kind else 0):
+    known = _KINDS.get(kind)
+    if known is None or not 0 <= num_bytes <= (most if kind else 0):
         raise MessageRefused(f"malformed frame: kind {kind}, {num_bytes} bytes")
-    return FrameHead(FrameKind(kind), num_bytes)
+    return FrameHead(known, num_bytes)
 
 
 def decode_body(body: bytes | bytearray | memoryview, decoder: msgspec.msgpack.Decoder[T]) -> T:
