@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import deque
@@ -116,6 +115,7 @@ class Sampler:
         self.recipe = recipe
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.policy = load_policy(recipe.model.path, recipe.model.compute_type, torch.device("cpu"))
+        self.numbers = itertools.count()
         self.engine = Engine(self.policy, max_running=128, seed=seed, tokenizer=self.tokenizer)
 
     def load(self, weights: Weights) -> None:
@@ -138,12 +138,11 @@ class Sampler:
         left = list(versions)
         number, weights = left.pop(0)
         self.load(weights)
-        ids = {self.engine._next_id + i: response for i, response in enumerate(live)}  # noqa: SLF001
+        ids = {next(self.numbers): response for response in live}
         for trajectory_id, response in ids.items():
             room = self.recipe.sampling.max_new_tokens - len(response.token_ids)
             prompt = response.prompt_ids + response.token_ids
             self.engine.add_group(prompt, SamplingParams(room), [trajectory_id])
-        self.engine._next_id += len(live)  # noqa: SLF001
         ends: list[tuple[int, dict[int, int]]] = []
         lengths = {trajectory_id: len(r.prompt_ids) + len(r.token_ids) for trajectory_id, r in ids.items()}
         done: list[Completion] = []
@@ -240,7 +239,10 @@ def train(task: Task, variant: str, age: int | None, seed: int, num_steps: int, 
             values.append(float(metrics.get(name, float("nan"))))
         if step % 25 == 24:
             recent = statistics.fmean(curves["reward/mean"][-25:])
-            print(f"  {variant} age {age} seed {seed} step {step + 1:>3}  reward {recent:.3f}  {time.process_time() - started:.0f} s", flush=True)
+            print(
+                f"  {variant} age {age} seed {seed} step {step + 1:>3}  reward {recent:.3f}  {time.process_time() - started:.0f} s",
+                flush=True,
+            )
     held_out = task.rows(-1, HELD_OUT)
     final = sampler.draw(held_out, [(num_steps, _weights(actor))])
     return {
@@ -386,8 +388,39 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
         yield task, variant, age, int(seed)
 
 
+def table(folder: Path) -> str:
+    """Final rewards of the cells so far, as Markdown: a line for each task, age and number of steps, a column for each variant.
+
+    A cell shows the mean over its seeds, and in brackets the lowest and their number; the effective sample size of tokens, the
+    mean of the last 50 steps; the entropy at the end over that at the start.
+    """
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    variants = [name for name in VARIANTS if any(cell["variant"] == name for cell in found)]
+    lines = [f"| task, age, steps | {' | '.join(variants)} |", "|---" * (len(variants) + 1) + "|"]
+    for key in sorted({(cell["task"], cell["age"], cell["steps"]) for cell in found}):
+        cells = [
+            [cell for cell in found if (cell["task"], cell["age"], cell["steps"], cell["variant"]) == (*key, name)]
+            for name in variants
+        ]
+        lines.append(f"| {', '.join(map(str, key))} | {' | '.join(map(_cell, cells))} |")
+    hours = sum(cell["cpu_s"] for cell in found) / 3600
+    return "\n".join([*lines, "", f"{len(found)} runs, {hours:.1f} CPU hours"])
+
+
+def _cell(cells: Sequence[Mapping[str, Any]]) -> str:
+    if not cells:
+        return ""
+    finals = [cell["final"] for cell in cells]
+    ess = statistics.fmean(statistics.fmean(cell["curves"]["is/ess"][-50:]) for cell in cells)
+    entropy = statistics.fmean(
+        statistics.fmean(cell["curves"]["actor/entropy"][-25:]) / statistics.fmean(cell["curves"]["actor/entropy"][:5])
+        for cell in cells
+    )
+    return f"{statistics.fmean(finals):.3f} ({min(finals):.3f}, {len(finals)}) ess {ess:.2f} ent {entropy:.2f}"
+
+
 def main() -> None:
-    """Run the cells that have no file yet."""
+    """Run the cells that have no file yet, or print the table of those that have one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", default="sort-digits,calculator,stories")
@@ -395,7 +428,11 @@ def main() -> None:
     parser.add_argument("--ages", default="0,1,3,8,mixed")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--table", action="store_true", help="print the results so far and run nothing")
     args = parser.parse_args()
+    if args.table:
+        print(table(args.out))
+        return
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     for task, variant, age, seed in cells(args):
@@ -407,8 +444,10 @@ def main() -> None:
             result = train(TASKS[task], variant, lag, seed, args.steps, args.out / "policies")
             named = {"task": task, "variant": variant, "age": age, "seed": seed, "steps": args.steps}
             place.write_text(json.dumps(named | result) + "\n")
-            print(f"{task} {variant} age {age} seed {seed}: {result['final']:.3f} in {result['cpu_s']:.0f} s", flush=True)
+            print(
+                f"{task} {variant} age {age} seed {seed}: {result['final']:.3f} in {result['cpu_s']:.0f} s", flush=True
+            )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
