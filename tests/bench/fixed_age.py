@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -48,7 +49,6 @@ from headrace.trainer.learners.actor import Actor
 from headrace.trainer.policy.model import load_policy, load_tokenizer
 from headrace.trainer.step_metrics import StepMetrics
 
-from .recipes import count_word
 
 HELD_OUT = 512
 MIXED_AGE = 8
@@ -315,6 +315,11 @@ def _openings(seed: int, number: int) -> list[dict[str, Any]]:
     return [{"prompt": parts.OPENINGS[index % len(parts.OPENINGS)]} for index in range(number)]
 
 
+def _words_with_s(text: str, token_ids: list[int], row: Mapping[str, Any]) -> float:
+    """A tenth for each different word that begins with s: repeating one word, which is soon learnt, gains nothing."""
+    return len(set(re.findall(r"\bs[a-z]+", text.lower()))) / 10
+
+
 def _stories_policy(folder: Path, seed: int) -> Path:
     return Path(__file__).resolve().parents[1] / "assets" / "stories260k"
 
@@ -350,7 +355,7 @@ TASKS = {
         (*_SMALL, "batch.prompts_per_step=8", "sampling.max_new_tokens=48", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"),
         _stories_policy,
         _openings,
-        _by_columns(count_word.reward),
+        _words_with_s,
     ),
     "addition": Task(
         (
