@@ -49,7 +49,6 @@ from headrace.trainer.learners.actor import Actor
 from headrace.trainer.policy.model import load_policy, load_tokenizer
 from headrace.trainer.step_metrics import StepMetrics
 
-
 HELD_OUT = 512
 MIXED_AGE = 8
 """Versions between the first token of a response and the step that trains it, with the age `mixed`."""
