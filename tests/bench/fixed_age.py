@@ -6,7 +6,8 @@ A cell is one run: a task, a variant of the loss, an age, a seed. Each step trai
 (in the first steps, that of the start). With the age `mixed` the weights change while a response is drawn: its first tokens are
 up to 8 versions old, and later tokens are newer. A cell writes OUT/TASK.VARIANT.AGE.SEED.json; cells with a file are left out, and
 several processes may share a folder. The result of a cell is the mean reward of 512 held-out prompts, one response each, drawn at
-the temperature of training.
+the temperature of training; it is the mean of the policies after the last step, ten steps before and twenty steps before, since the
+policy of a single step may stand at a crest or in a trough.
 """
 
 import argparse
@@ -50,6 +51,8 @@ from headrace.trainer.policy.model import load_policy, load_tokenizer
 from headrace.trainer.step_metrics import StepMetrics
 
 HELD_OUT = 512
+EVALUATED = (0, 10, 20)
+"""Steps before the end whose policies answer the held-out prompts."""
 MIXED_AGE = 8
 """Versions between the first token of a response and the step that trains it, with the age `mixed`."""
 MIXED_TOKENS = 4
@@ -219,6 +222,8 @@ def train(task: Task, variant: str, age: int | None, seed: int, num_steps: int, 
     usual_rate = actor.lr
     sampler = Sampler(task, recipe, seed)
     rows = task.rows(seed, 4096)
+    held_out = task.rows(-1, HELD_OUT)
+    finals: list[float] = []
     order = Random(f"order {seed}")
     lag = MIXED_AGE if age is None else age
     history: deque[tuple[int, Weights]] = deque(maxlen=lag + 1)
@@ -236,16 +241,18 @@ def train(task: Task, variant: str, age: int | None, seed: int, num_steps: int, 
         metrics = {**actor.step(stats), **stats.metrics(step)}
         for name, values in curves.items():
             values.append(float(metrics.get(name, float("nan"))))
+        if num_steps - step - 1 in EVALUATED:
+            drawn = sampler.draw(held_out, [(step + 1, _weights(actor))])
+            finals.append(statistics.fmean(map(sampler.score, drawn)))
         if step % 25 == 24:
             recent = statistics.fmean(curves["reward/mean"][-25:])
             print(
                 f"  {variant} age {age} seed {seed} step {step + 1:>3}  reward {recent:.3f}  {time.process_time() - started:.0f} s",
                 flush=True,
             )
-    held_out = task.rows(-1, HELD_OUT)
-    final = sampler.draw(held_out, [(num_steps, _weights(actor))])
     return {
-        "final": statistics.fmean(map(sampler.score, final)),
+        "final": statistics.fmean(finals),
+        "finals": finals,
         "cpu_s": time.process_time() - started,
         "curves": curves,
     }
