@@ -112,8 +112,8 @@ def cispo(rows: list[Row]) -> Tensor:
 
 def rloo(rows: list[Row]) -> Tensor:
     shaped = [row.reward - 0.05 * float((row.old - row.ref).sum()) for row in rows]
-    pairs = zip(ratios(rows), centred(rows, shaped, others=True), strict=True)
-    return torch.stack([clipped(ratio, a).sum() for ratio, a in pairs]).mean()
+    pairs = zip(rows, centred(rows, shaped, others=True), strict=True)
+    return torch.stack([-a * row.new.sum() for row, a in pairs]).mean()
 
 
 def reinforce_plus_plus(rows: list[Row]) -> Tensor:
