@@ -13,7 +13,7 @@ from headrace.trainer.step_log import StepReplay
 REWARD = "def reward(prompts, completions, completion_ids, **rest):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 OWN = """
 def squared(x):
-    ratio = (x.logprobs - x.old_logprobs).exp()
+    ratio = (x.logprobs - x.proximal_logprobs).exp()
     return (ratio - 1) ** 2 - ratio * x.advantages, ratio > 2
 
 

@@ -24,11 +24,11 @@ from .sequences import sequence_sums, spread
 class Correction(NamedTuple):
     """The correction of each token, [R] each.
 
-    old_logprobs: of the policy that the clip's ratio is taken against; weight: factor of the token's loss; is_limited: whether
+    proximal_logprobs: of the policy that the clip's ratio is taken against; weight: factor of the token's loss; is_limited: whether
     the weight is truncated or masked.
     """
 
-    old_logprobs: Tensor
+    proximal_logprobs: Tensor
     weight: Tensor
     is_limited: Tensor
 

@@ -22,13 +22,13 @@ MAX_LOG_RATIO = 20.0
 class LossInputs(NamedTuple):
     """Per token of n responses, one after the other: R tokens in all.
 
-    logprobs [R] of the policy in training; old_logprobs [R] of the policy that the ratio is taken against; behaviour_logprobs
+    logprobs [R] of the policy in training; proximal_logprobs [R] of the policy that the ratio is taken against; behaviour_logprobs
     [R] of the one that generated; advantages, mask [R]; lengths [n] int64; clip_low, clip_high: the trust region is 1 - clip_low to 1 + clip_high;
     clip_dual: bound of the ratio for negative advantages, None for none.
     """
 
     logprobs: Tensor
-    old_logprobs: Tensor
+    proximal_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
     lengths: Tensor
@@ -47,7 +47,7 @@ def clipped_surrogate(x: LossInputs) -> tuple[Tensor, Tensor]:
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p / p_old; for A < 0 at most -clip_dual A (dual clip,
     arXiv 1912.09729; verl's `clip_ratio_c`, TRL's `delta`).
     """
-    return _pessimistic(log_ratio(x.logprobs, x.old_logprobs).exp(), x)
+    return _pessimistic(log_ratio(x.logprobs, x.proximal_logprobs).exp(), x)
 
 
 def sequence_surrogate(x: LossInputs) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def sequence_surrogate(x: LossInputs) -> tuple[Tensor, Tensor]:
     The ratio of a response is the geometric mean of its tokens': s = exp(mean of log(p / p_old)). The value of each token's
     ratio is s, its gradient is s times that of log p: with one advantage for the response, this is the gradient of s A.
     """
-    mean = sequence_means(log_ratio(x.logprobs, x.old_logprobs).detach(), x.mask, x.lengths)
+    mean = sequence_means(log_ratio(x.logprobs, x.proximal_logprobs).detach(), x.mask, x.lengths)
     return _pessimistic((spread(mean, x.lengths) + x.logprobs - x.logprobs.detach()).exp(), x)
 
 
@@ -65,7 +65,7 @@ def clipped_weight(x: LossInputs) -> tuple[Tensor, Tensor]:
 
     Tokens beyond the clip keep their gradient. TRL's `epsilon_high` is 1 + clip_high, without a lower bound (clip_low=1).
     """
-    ratio = log_ratio(x.logprobs, x.old_logprobs).exp().detach()
+    ratio = log_ratio(x.logprobs, x.proximal_logprobs).exp().detach()
     weight = torch.clamp(ratio, 1 - x.clip_low, 1 + x.clip_high)
     return -weight * x.advantages * x.logprobs, weight != ratio
 

@@ -59,7 +59,7 @@ def policy_loss(
     per_token, clipped = open_loss(algorithm.loss)(
         LossInputs(
             logprobs=logprobs,
-            old_logprobs=correction.old_logprobs,
+            proximal_logprobs=correction.proximal_logprobs,
             advantages=batch.advantages,
             mask=batch.mask,
             lengths=batch.response_lengths,

@@ -106,14 +106,14 @@ def test_at_equal_version_and_equal_numbers_no_correction_changes_anything(bound
     fresh.staleness = torch.zeros_like(fresh.staleness)
     for proximal in PROXIMALS:
         found = correct(fresh.rollout_logprobs, fresh, settings(proximal, bound))
-        assert torch.equal(found.old_logprobs, fresh.rollout_logprobs)
+        assert torch.equal(found.proximal_logprobs, fresh.rollout_logprobs)
         assert found.weight.eq(1).all() and not found.is_limited.any()
 
 
 def test_with_one_update_for_each_version_the_ratio_in_the_clip_is_exactly_one():
     logprobs = torch.tensor(NEW, requires_grad=True)
     found = correct(logprobs, batch(is_updated=False), settings("version", "token_truncate"))
-    assert torch.equal((logprobs - found.old_logprobs).exp(), torch.ones(SIZE, dtype=torch.float64))
+    assert torch.equal((logprobs - found.proximal_logprobs).exp(), torch.ones(SIZE, dtype=torch.float64))
     assert not any(each.requires_grad for each in found)
 
 

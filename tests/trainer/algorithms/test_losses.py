@@ -60,7 +60,7 @@ def inputs_of(new: torch.Tensor, old: np.ndarray, advantages: np.ndarray, dual: 
     lengths = torch.tensor(LENGTHS)
     return LossInputs(
         logprobs=new,
-        old_logprobs=torch.tensor(old),
+        proximal_logprobs=torch.tensor(old),
         advantages=torch.tensor(advantages).repeat_interleave(lengths),
         mask=torch.ones(len(new), dtype=torch.float64),
         lengths=lengths,
