@@ -25,7 +25,7 @@ from .comparison import Figures
 
 _PIECE = 1 << 22
 """Elements of a gradient that are in float64 at one time."""
-_SUMS = ("tokens", "clipped", "limited", "pushing", "weight", "weight_squared")
+_SUMS: tuple[str, ...] = ("tokens", "clipped", "limited", "pushing", "weight", "weight_squared")
 
 
 class Tally:

@@ -144,7 +144,7 @@ def weights_digest(actor: Actor) -> str:
     state = xxhash.xxh3_64()
     for name, tensor in _whole_weights(actor):
         state.update(f"{name} {tensor.dtype} {[*tensor.shape]} ".encode())
-        state.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        state.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return state.hexdigest()
 
 
@@ -158,7 +158,7 @@ def write_state(actor: Actor, folder: Path) -> None:
     if has_moments(actor.recipe) and actor.updater.optimizer.state:  # it has none before its first step
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         found = get_optimizer_state_dict(actor.state.model, actor.state.optimizer, options=whole)
-        moments = found.get("state", {})  # rank 0 alone has them
+        moments: Any = found.get("state", {})  # rank 0 alone has them
         named = {f"{name}/{key}": value for name, values in moments.items() for key, value in values.items()}
         if actor.group.is_lead:
             save_file({name: value.contiguous() for name, value in named.items()}, folder / _OPTIMIZER)
@@ -186,7 +186,7 @@ def load_state(actor: Actor, folder: Path) -> None:
     """Give the critic its weights, and the optimizer its moments, if an unpacked pack has some; a collective."""
     whole = StateDictOptions(full_state_dict=True, strict=False)  # frozen weights are not in the files
     if (folder / _OPTIMIZER).exists():
-        state = get_optimizer_state_dict(actor.state.model, actor.state.optimizer, options=whole)
+        state: Any = get_optimizer_state_dict(actor.state.model, actor.state.optimizer, options=whole)
         moments: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for place, value in load_file(folder / _OPTIMIZER).items():
             name, _, key = place.rpartition("/")
@@ -194,7 +194,8 @@ def load_state(actor: Actor, folder: Path) -> None:
         state["state"] = dict(moments)
         set_optimizer_state_dict(actor.state.model, actor.state.optimizer, state, options=whole)
     if (folder / _CRITIC).exists() and actor.critic is not None:
-        set_model_state_dict(actor.critic.model, load_file(folder / _CRITIC), options=whole)
+        weights: dict[str, Any] = {**load_file(folder / _CRITIC)}
+        set_model_state_dict(actor.critic.model, weights, options=whole)
 
 
 _OF_CRITIC = "critic."
