@@ -26,6 +26,7 @@ COMMANDS = {
     "status": Command("ctl:status", "prints how far a running job is: headrace status RUN"),
     "ctl": Command("ctl", "gives a running job an order: headrace ctl RUN drain ROLLOUT, or stop"),
     "audit": Command("audit", "checks the journal of runs and counts their trajectories: headrace audit RUN..."),
+    "replay": Command("report.replay", "trains steps of a run again, and compares other losses: headrace replay RUN"),
     "push": Command("push", "uploads a trained model to the Hugging Face Hub: headrace push RUN USER/MODEL"),
     "plan": Command("lab.command", "finds the fastest split of the devices: headrace plan RECIPE.yaml|NAME"),
 }

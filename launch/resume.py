@@ -48,7 +48,7 @@ class ResumePoint(NamedTuple):
 
 def finished_after(settings: RunSettings) -> int | None:
     """The number of steps of a run that is resumed and has nothing left to do; None if there is something."""
-    if settings.resume != "auto" or settings.mode != "train":
+    if settings.resume != "auto":
         return None
     summary = read_summary(Path(settings.dir)) or {}
     steps = summary.get("steps", 0)

@@ -1,4 +1,4 @@
-"""What `headrace run` does on a host: a dry run, a replay, joining a run, or starting torchrun and printing how the run ended."""
+"""What `headrace run` does on a host: a dry run, joining a run, or starting torchrun and printing how the run ended."""
 
 import socket
 import sys
@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..comm.disk import say
-from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .command_line import flush_or_drop
 from .config.arguments import Arguments
-from .config.device_defaults import changed_type, with_device_defaults
 from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
@@ -59,7 +57,7 @@ def start(arguments: Arguments) -> int:
     if (step := finished_after(recipe.run)) is not None and dry_run is None:
         tell_finished(step)
         return 0
-    if dry_run is None and recipe.run.mode == "train":
+    if dry_run is None:
         _say_what_starts(file, recipe)
     made = parts.add(file, recipe, () if arguments.is_dry_run else parts.MADE)
     overrides = [*arguments.overrides, *made.settings]
@@ -69,8 +67,6 @@ def start(arguments: Arguments) -> int:
         for warning in replace(dry_run, hosts=ranks, unmade=made.unmade).of(with_relays(recipe, hosts.nnodes)):
             print_message(f"warning: {warning}")
         return 0
-    if recipe.run.mode == "replay":
-        return _replay(recipe)
     code = _launch(recipe, hosts, file, overrides, with_trace=arguments.with_trace)
     if code == 0:
         parts.show_result(file, recipe)
@@ -83,17 +79,6 @@ def _join(arguments: Arguments, file: str | None) -> int:
     if arguments.is_dry_run or arguments.hosts or is_tried or arguments.with_trace:
         raise SettingError("join: the other options are not for a host that joins a run; leave them out")
     return join_run(arguments.join, file, list(arguments.overrides))
-
-
-def _replay(recipe: Recipe) -> int:
-    """Train the steps of a run again; returns the exit code."""
-    with sleeping_threads():
-        from ..trainer.replay_run import replay_steps
-
-        recipe = with_device_defaults(recipe, Gpus.of_this_host())
-        for line in changed_type(recipe):
-            print_message(line)
-        return 1 if replay_steps(recipe) else 0
 
 
 def _try(arguments: Arguments, file: str | None) -> int:

@@ -4,7 +4,7 @@ A batch is saved with its micro-batches, which decide the packing, and with the 
 in the same order. With several actor ranks each saves its own rows, rank 1 in `rows/step_N.1.safetensors`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -116,6 +116,7 @@ class StepReplay:
         self.run_id = self._file.listed.run_id
         """ID of the start of the run that trained the step; a resumed run has another one."""
         self._step = step
+        self._rank = rank
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise `SettingError` unless so many actor ranks trained the step."""
@@ -133,6 +134,14 @@ class StepReplay:
             yield
         finally:
             torch.set_num_threads(before)
+
+    def copy_to(self, run_dir: Path, columns: Collection[str]) -> None:
+        """Write the step into the rows of another run folder, with no columns but these."""
+        rows = self._file.read().items()
+        kept = {key: {name: column for name, column in row.items() if name in columns} for key, row in rows}
+        make_folders(run_dir, ROWS)
+        path = _path(run_dir, self._step, self._rank)
+        write_rows(path, kept, msgspec.structs.replace(self._file.listed, run_id=""))
 
     def batches(self) -> Iterator[Batch]:
         """The batches in the order of training. Raises `SettingError` if the file is damaged."""

@@ -31,11 +31,9 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Optimizer steps of the run."""
     schedule: ScheduleName = "headrace"
     """The order of generation, training and weight updates (docs/use/schedules.md)."""
-    mode: Literal["train", "replay"] = "train"
-    """`replay` repeats the training of the finished run in `run.dir` from its saved rows (`run.save_rows=all`), and compares every step."""
     save_rows: Literal["recovery", "all", "none"] = "recovery"
     """Rows that stay under `rows/`: `recovery` those since the second newest checkpoint, from which steps can be trained again; `all` those
-    of each step, for `run.mode=replay`; with `none` the death of the trainer ends the run."""
+    of each step, for `headrace replay`; with `none` the death of the trainer ends the run."""
     resume: Literal["never", "auto", "restart"] = "never"
     """`never` refuses a folder with a run; `auto` continues it after its last step; `restart` starts at step 1 and keeps its files aside."""
 

@@ -30,7 +30,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def with_device_defaults(recipe: Recipe, gpus: Gpus) -> Recipe:
     """The recipe with the compute type and the micro-batch of these devices, where it names none. Needs no file of the model.
 
-    A run that is resumed or replayed keeps the type of its earlier steps on other devices, too.
+    A run that is resumed keeps the type of its earlier steps on other devices, too.
     """
     if recipe.is_emulated:
         return recipe
@@ -44,13 +44,18 @@ def with_device_defaults(recipe: Recipe, gpus: Gpus) -> Recipe:
 
 
 def changed_type(recipe: Recipe) -> Iterator[str]:
-    """A warning if the run that this recipe continues or repeats has computed in another type."""
+    """A warning if the run that this recipe continues has computed in another type."""
     before = _type_of_run(recipe)
     if before is not None and recipe.model.compute_type != before:
-        yield (
-            f"warning: model.dtype={recipe.model.compute_type}: the steps in {recipe.run.dir} were trained with {before}; a replay"
-            " of steps with another type than theirs gives other numbers"
-        )
+        yield other_type(recipe, before)
+
+
+def other_type(recipe: Recipe, before: str) -> str:
+    """The warning about steps in `run.dir` that were trained in the type `before` and are trained again in another one."""
+    return (
+        f"warning: model.dtype={recipe.model.compute_type}: the steps in {recipe.run.dir} were trained with {before}; a replay"
+        " of steps with another type than theirs gives other numbers"
+    )
 
 
 def with_slots(recipe: Recipe, gpus: Gpus, hosts: Sequence[int] = ()) -> Recipe:
@@ -90,11 +95,11 @@ def _type_of_devices(gpus: Gpus) -> Literal["float32", "bfloat16"]:
 
 
 def _type_of_run(recipe: Recipe) -> Literal["float32", "bfloat16"] | None:
-    """The type of the run that this recipe continues or repeats; None without one.
+    """The type of the run that this recipe continues; None without one.
 
     It is read alone: another version of the program may have written settings that are unknown here.
     """
-    if recipe.run.resume != "auto" and recipe.run.mode != "replay":
+    if recipe.run.resume != "auto":
         return None
     dtype = saved_values(Path(recipe.run.dir) / CONFIG_FILE, "model").get("dtype")
     return dtype if dtype in ("float32", "bfloat16") else None

@@ -52,7 +52,7 @@ class DryRun:
         if self.gpus is None:
             warnings, num_rows = check_recipe(recipe, unmade=self.unmade)
             warnings += _of_processors(recipe, self._present, self.hosts)
-            if recipe.run.resume == "auto" and recipe.run.mode == "train":
+            if recipe.run.resume == "auto":
                 from ..resume import choose_point, finished_after
 
                 if finished_after(recipe.run) is None:

@@ -57,6 +57,11 @@ def recipe_of(sections: Mapping[str, Any]) -> Recipe:
     return _merge([("", sections)])
 
 
+def changed_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The recipe with dotted `key=value` overrides; raises `SettingError`."""
+    return _merge([("", msgspec.to_builtins(recipe)), *(("", _parse(word)) for word in overrides)])
+
+
 def _merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Recipe:
     """The recipe of several layers, each with the words before its errors; a later layer wins."""
     known = known_settings()

@@ -17,6 +17,7 @@ EARLIER: Mapping[str, str] = {
     "repack.slowdown": "a moved trajectory slows the decode steps of its destination to three times an empty cache's at most",
     "repack.transfer": "each rollout measures which is cheaper, to send a cache or to compute it again",
     "rollout.batch_groups": "a rollout takes its share of a step or of the window; queue.lead=N sets the window",
+    "run.mode": "headrace replay RUN repeats a run",
 }
 """The replacement of each setting, or section, of an earlier version."""
 _TRL = {

@@ -95,7 +95,7 @@ def from_checkpoint(recipe: Recipe) -> Recipe:
     path = recipe.model.path
     model = _find(path, "model.path: ")
     run = model.run_dir
-    if run is not None and run.resolve() == Path(recipe.run.dir).resolve() and recipe.run.mode == "train":
+    if run is not None and run.resolve() == Path(recipe.run.dir).resolve():
         raise SettingError(
             f"model.path: {path} is of the run in run.dir itself; set another run.dir, or continue that run with its own"
             " model.path and run.resume=auto"

@@ -102,7 +102,7 @@ def emulated_recipe(recipe: Recipe, profile: LabSettings) -> Recipe:
     actors = recipe.roles.actor
     rollouts = recipe.roles.rollout // recipe.rollout.tp
     return Recipe(
-        run=structs.replace(run, mode="train", resume="never", save_rows="none"),
+        run=structs.replace(run, resume="never", save_rows="none"),
         roles=structs.replace(recipe.roles, actor=1, rollout=rollouts, reference=0, task=0),
         batch=structs.replace(recipe.batch, passes=1),
         sampling=recipe.sampling,

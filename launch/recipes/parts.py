@@ -98,8 +98,7 @@ def _parts_of_smollm2(recipe: Recipe, makes: Collection[str]) -> list[str]:
     parts = smollm2_task.missing_parts(recipe)
     to_make = parts.keys() & makes
     if "model.path" in to_make:
-        if recipe.run.mode == "train":
-            smollm2_task.announce(with_device_defaults(recipe, Gpus.of_this_host()))
+        smollm2_task.announce(with_device_defaults(recipe, Gpus.of_this_host()))
         smollm2.fetch()
     if "data.path" in to_make:
         addition.write_data(smollm2_task.data_folder(recipe.run.seed), recipe.run.seed)

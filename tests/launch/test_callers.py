@@ -18,6 +18,7 @@ from headrace.comm.process_tree import children_of
 from headrace.launch import audit, ctl, run
 from headrace.launch.lab import command as plan
 from headrace.launch.processes.secret import SECRET_FILE
+from headrace.launch.report import replay
 
 EMULATED = ROOT / "tests" / "bench" / "schedules" / "recipes" / "emulated-16.yaml"
 
@@ -34,7 +35,7 @@ def environment() -> dict[str, str]:
         (ctl.main, ["RUN", "stop"], 1),
         (run.main, ["join=RUN", "roles.rollout=1"], 2),
         (run.main, ["run.dir=RUN", "roles.rollout=0"], 2),
-        (run.main, ["run.dir=RUN", "run.mode=replay"], 2),
+        (replay.main, ["RUN"], 2),
         (run.main, [str(EMULATED), "--dry-run", "--gpus=8x80"], 0),
         (plan.main, [str(EMULATED), "--runs=0"], 2),
         (audit.main, ["RUN"], 2),

@@ -307,13 +307,6 @@ def test_a_wrong_number_of_ranks_is_reported_once(words):
     assert "torchrun started 2 ranks" in first.stderr
 
 
-def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: Path):
-    done = call(*as_words(words), "run.mode=replay", RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
-    assert done.returncode == 2
-    assert "run.mode=replay: start it without torchrun" in done.stderr
-    assert not run_dir.exists()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -329,7 +322,6 @@ def test_a_replay_under_torchrun_is_refused_and_does_not_train(words, run_dir: P
         (["join=x", "--try"], "join: the other options are not for a host that joins"),
         (["join=x", "--trace"], "join: the other options are not for a host that joins"),
         (["join=x"], "has no effect; all settings except roles.rollout and roles.relay come from the run's recipe"),
-        (["run.mode=replay"], "has no metrics.jsonl; run.mode=replay needs the folder of a run"),
     ],
 )  # fmt: skip
 def test_hosts_that_do_not_fit_the_roles_are_refused_before_torchrun_starts(words, options, message, capsys):

@@ -13,6 +13,7 @@ from headrace.launch.config.device_defaults import (
 )
 from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import parse_recipe, read_recipe, recipe_yaml, save_recipe
+from headrace.launch.report.replay import main as replay
 from headrace.launch.resume import _changed
 from headrace.launch.run import main
 
@@ -76,13 +77,12 @@ def test_emulated_devices_leave_the_recipe_as_it_is():
     assert recipe.generator.num_slots == 32
 
 
-@pytest.mark.parametrize("words", [["run.resume=auto"], ["run.mode=replay"]])
 @pytest.mark.parametrize(("first", "later"), [(CPU, GPU), (GPU, CPU)])
-def test_a_run_that_goes_on_or_is_replayed_on_other_devices_keeps_its_type(cpu, run_dir, words, first, later):
+def test_a_run_that_goes_on_on_other_devices_keeps_its_type(cpu, run_dir, first, later):
     cpu("flags : avx2")
     begun = with_device_defaults(read_recipe(None, [f"run.dir={run_dir}"]), first)
     save_recipe(begun)
-    resumed = with_device_defaults(read_recipe(None, [f"run.dir={run_dir}", *words]), later)
+    resumed = with_device_defaults(read_recipe(None, [f"run.dir={run_dir}", "run.resume=auto"]), later)
     assert resumed.model == begun.model and "model.dtype" not in _changed(resumed)
 
 
@@ -152,10 +152,12 @@ def test_the_launcher_replays_with_the_type_of_the_run_and_warns_of_another_one(
     cpu("flags : avx2")
     save_recipe(with_device_defaults(read_recipe(None, [f"run.dir={run_dir}"]), GPU))
     found = []
-    monkeypatch.setattr("headrace.trainer.replay_run.replay_steps", lambda recipe: found.append(recipe.model) or 0)
-    assert main([f"run.dir={run_dir}", "run.mode=replay"]) == 0
+    monkeypatch.setattr(
+        "headrace.trainer.replay.replay.replay_steps", lambda recipe, *_: found.append(recipe.model) or 0
+    )
+    assert replay([str(run_dir)]) == 0
     assert capsys.readouterr().err == ""
-    assert main([f"run.dir={run_dir}", "run.mode=replay", "model.dtype=float32"]) == 0
+    assert replay([str(run_dir), "model.dtype=float32"]) == 0
     assert [model.compute_type for model in found] == ["bfloat16", "float32"]
     assert "model.dtype=float32: the steps" in (said := capsys.readouterr().err) and "trained with bfloat16" in said
 

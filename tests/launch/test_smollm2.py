@@ -12,7 +12,7 @@ from support.closing import at_end
 
 from headrace.comm.errors import SettingError
 from headrace.launch.recipes import smollm2
-from headrace.launch.run import main as run_program
+from headrace.launch.report.replay import main as replay
 
 PATIENCE_S = 600.0
 WEIGHTS = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
@@ -70,7 +70,7 @@ def test_the_real_model_trains_three_steps_is_evaluated_and_replays(tmp_path: Pa
     assert all(0 <= step["actor/grad_norm"] < 100 for step in steps)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        assert run_program(["run/config.yaml", "run.mode=replay"]) == 0
+        assert replay(["run"]) == 0
 
 
 @pytest.mark.extra

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,19 @@ class Job:
         recipe = self.folder / "recipe.yaml"
         recipe.write_text(json.dumps(self.recipe))  # JSON is YAML
         words = [f"{key}={value}" for key, value in self.settings.items()]
-        command = ["-m", "headrace.launch.run", str(recipe), *words]
+        return self._begin(["-m", "headrace.launch.run", str(recipe), *words])
+
+    def replay(self, *words: str) -> tuple[int, str]:
+        """Exit code of `headrace replay`, and everything printed."""
+        return self._begin(["-m", "headrace.launch.report.replay", str(self.dir), *words]).end()
+
+    def replayed(self, *words: str) -> str:
+        """What a replay prints that finds all numbers equal."""
+        code, output = self.replay(*words)
+        assert code == 0, output
+        return output
+
+    def _begin(self, command: Sequence[str]) -> "Job":
         if self.forks:
             self.process = forks.Command(command, self.console)
             return self

@@ -188,11 +188,10 @@ def test_an_asynchronous_run_gives_all_the_same_weights_and_is_replayed_bit_for_
         if isinstance(event, Published | Received):
             digests.setdefault(event.version, set()).add(event.digest)
     assert len(digests) >= 2 and all(len(found) == 1 for found in digests.values())
-    output = run.run(**{"run.mode": "replay"})
-    assert "8 steps replayed, 0 of them differ" in output
+    assert "8 steps replayed, 0 of them differ" in run.replayed()
     torn = (run.dir / "metrics.jsonl").read_text().replace('"actor/grad_norm": ', '"actor/grad_norm": 1', 1)
     (run.dir / "metrics.jsonl").write_text(torn)
-    code, output = run.start().end()
+    code, output = run.replay()
     assert code == 1 and "1 of them differ" in output
 
 
@@ -211,8 +210,10 @@ def test_several_actor_ranks_train_like_one_and_are_replayed_with_as_many(job: M
     models = [AutoModelForCausalLM.from_pretrained(run.dir / "checkpoints/step_2/hf") for run in (alone, sharded)]
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert (one - other).abs().max() < 1e-3
-    assert "4 steps replayed, 0 of them differ" in sharded.run(**{"run.mode": "replay"})
-    code, output = sharded.start(**{"roles.actor": 1}).end()
+    assert "4 steps replayed, 0 of them differ" in sharded.replayed()
+    config = sharded.dir / "config.yaml"
+    config.write_text(config.read_text().replace("actor: 2", "actor: 1"))
+    code, output = sharded.replay()
     assert code == 2 and "roles.actor=1: step 1 was trained by 2 actor ranks" in output
 
 
@@ -223,7 +224,7 @@ def test_several_actor_ranks_continue_from_their_checkpoint(job: MakeJob):
     run.run(**{"run.resume": "auto", "run.steps": 6})
     assert [m["step"] for m in run.metrics()] == [0, 1, 2, 3, 4, 5]
     assert assert_account_adds_up(run)["trained"] == 6 * 16
-    assert "6 steps replayed, 0 of them differ" in run.run(**{"run.mode": "replay"})
+    assert "6 steps replayed, 0 of them differ" in run.replayed()
 
 
 def test_a_reward_function_that_raises_is_reported_by_its_setting(job: MakeJob):

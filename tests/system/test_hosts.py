@@ -143,10 +143,8 @@ def test_hosts_with_actors_train_together_end_together_and_are_replayed_bit_for_
         if isinstance(event, Published | Received):
             digests.setdefault(event.version, set()).add(event.digest)
     assert len(digests) >= 2 and all(len(found) == 1 for found in digests.values())
-    command = [sys.executable, "-m", "headrace.launch.run", str(job.folder / "recipe.yaml"), *job.words]
-    done = subprocess.run(
-        [*command, "run.mode=replay"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    command = [sys.executable, "-m", "headrace", "replay", str(job.dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0 and "4 steps replayed, 0 of them differ" in done.stdout, done.stderr
 
 

@@ -53,8 +53,7 @@ def test_a_run_whose_hub_was_killed_at_many_moments_is_replayed(job: MakeJob):
     code, output = run.end()
     assert code == 0, output + run.logs()
     assert_only_the_hub_started_again(run, output, len(moments), 100)
-    output = run.run(**{"run.mode": "replay"})
-    assert "100 steps replayed, 0 of them differ" in output
+    assert "100 steps replayed, 0 of them differ" in run.replayed()
 
 
 @pytest.mark.slow

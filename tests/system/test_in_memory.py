@@ -13,7 +13,7 @@ from headrace.relay.journal.events import Leased, Published, Received, Returned,
 from headrace.relay.journal.journal import account_dict, replay
 from headrace.relay.queue import task_loop
 from headrace.trainer import reference_loop
-from headrace.trainer.replay_run import replay_steps as train_again
+from headrace.trainer.replay.replay import replay_steps as train_again
 from headrace.trainer.step_log import StepReplay
 
 

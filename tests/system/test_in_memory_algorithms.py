@@ -7,7 +7,7 @@ import pytest
 from support.system import System
 
 from headrace.trainer.policy.model import load_tokenizer
-from headrace.trainer.replay_run import replay_steps
+from headrace.trainer.replay.replay import replay_steps
 from headrace.trainer.step_log import StepReplay
 
 REWARD = "def reward(prompts, completions, completion_ids, **rest):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"

@@ -10,7 +10,7 @@ from support.system import System
 
 from headrace.relay.journal.events import GroupRestored, Leased, PromptDropped
 from headrace.relay.journal.journal import account_dict, replay
-from headrace.trainer.replay_run import replay_steps
+from headrace.trainer.replay.replay import replay_steps
 
 STEPS = 6
 CURRICULUM = "def easy_first(step, row):\n    return (row['level'] <= step) * 0.7\n"

@@ -10,7 +10,7 @@ from support.system import TURNS, System
 from headrace.relay.journal.events import Evaluated
 from headrace.rollout.generators import builtin
 from headrace.trainer.policy.model import load_tokenizer
-from headrace.trainer.replay_run import replay_steps
+from headrace.trainer.replay.replay import replay_steps
 from headrace.trainer.step_log import StepReplay
 
 

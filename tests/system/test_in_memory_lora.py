@@ -22,7 +22,7 @@ from headrace.rollout.generators.builtin import BuiltinGenerator
 from headrace.trainer.policy.adapter_files import merged_weight, read_adapter
 from headrace.trainer.policy.lora import adapter_shapes, target_layers
 from headrace.trainer.policy.model import load_policy
-from headrace.trainer.replay_run import replay_steps
+from headrace.trainer.replay.replay import replay_steps
 from headrace.trainer.step_log import StepReplay
 
 REWARD = "def reward(completion_ids, **rest):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"

@@ -8,7 +8,7 @@ from typing import Any
 from support.system import System
 
 from headrace.relay.journal.events import Handed, Leased, RowReady, Trained
-from headrace.trainer.replay_run import replay_steps
+from headrace.trainer.replay.replay import replay_steps
 from headrace.trainer.step_log import StepReplay
 
 

@@ -221,4 +221,4 @@ def test_a_killed_trainer_starts_again_alone_and_its_run_is_replayed_bit_for_bit
     assert (
         sum(isinstance(event, TrainerRestarted) for event in events_of(run)) == run.summary()["trainer_restarts"] == 1
     )
-    assert "8 steps replayed, 0 of them differ" in run.run(**{"run.mode": "replay"})
+    assert "8 steps replayed, 0 of them differ" in run.replayed()

@@ -11,7 +11,7 @@ from ...comm.recipe import AlgorithmSettings, BatchSettings, SamplingSettings, T
 from ..batch import PackedBatch
 from .advantages import open_estimator
 from .aggregation import token_weights
-from .corrections import correct
+from .corrections import Correction, correct
 from .kl import KL_ESTIMATORS, k3
 from .losses import LossInputs, open_loss
 
@@ -34,6 +34,14 @@ class LossTerms(NamedTuple):
     kl: Tensor
 
 
+class TokenLosses(NamedTuple):
+    """By token [R]: the loss times its importance weight, whether the clip bounds its ratio, and the correction."""
+
+    loss: Tensor
+    is_clipped: Tensor
+    correction: Correction
+
+
 def has_gradient(algorithm: AlgorithmSettings, tasks: Sequence[TaskSettings], group: GroupRef) -> bool:
     """Whether a group can add to the gradient of the policy.
 
@@ -46,17 +54,12 @@ def has_gradient(algorithm: AlgorithmSettings, tasks: Sequence[TaskSettings], gr
     return bool(adds_more) or not is_relative or len(set(group.rewards)) > 1
 
 
-def policy_loss(
-    logprobs: Tensor,
-    entropy: Tensor,
-    batch: PackedBatch,
-    algorithm: AlgorithmSettings,
-    sizes: BatchSettings,
-    sampling: SamplingSettings,
-) -> LossTerms:
-    """The loss of the policy in training: logprobs, entropy [R] of the batch's response tokens."""
+def token_losses(
+    logprobs: Tensor, batch: PackedBatch, algorithm: AlgorithmSettings, sizes: BatchSettings
+) -> TokenLosses:
+    """The losses of a batch's response tokens before aggregation, without the entropy bonus and the KL term; logprobs [R]."""
     correction = correct(logprobs, batch, algorithm, sizes.updates_per_version * sizes.passes)
-    per_token, clipped = open_loss(algorithm.loss)(
+    losses, is_clipped = open_loss(algorithm.loss)(
         LossInputs(
             logprobs=logprobs,
             proximal_logprobs=correction.proximal_logprobs,
@@ -69,7 +72,19 @@ def policy_loss(
             clip_dual=algorithm.clip_dual,
         )
     )
-    per_token = per_token * correction.weight
+    return TokenLosses(losses * correction.weight, is_clipped, correction)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: PackedBatch,
+    algorithm: AlgorithmSettings,
+    sizes: BatchSettings,
+    sampling: SamplingSettings,
+) -> LossTerms:
+    """The loss of the policy in training: logprobs, entropy [R] of the batch's response tokens."""
+    per_token, clipped, correction = token_losses(logprobs, batch, algorithm, sizes)
     weights = token_weights(algorithm.loss_agg, batch.mask, batch.response_lengths, sampling.max_new_tokens)
     loss = per_token
     if algorithm.entropy_coef != 0:  # a gradient of zeros would cost the backward pass a matrix [rows, vocab]

@@ -3,22 +3,24 @@
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...comm.disk import say
-from ...comm.recipe import Recipe
+from ...comm.recipe import AlgorithmSettings, Recipe
 from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
 from ..algorithms.advantages import open_estimator
-from ..algorithms.objective import policy_loss
+from ..algorithms.objective import LossTerms, policy_loss
 from ..algorithms.router_loss import load_balancing_loss
 from ..batch import PADDING_TRAJECTORY, PackedBatch, TrajectoryBatch, check_tokens, pack, trainable
-from ..checkpoint import TrainingState
+from ..checkpoint import TrainingState, load_state
 from ..logprobs import packed_logprobs, response_logprobs
-from ..policy.adapter_files import AdapterBase
+from ..policy.adapter_files import AdapterBase, check_adapter
+from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
 from ..step_metrics import StepMetrics
 from .advantages import add_advantages
@@ -112,6 +114,15 @@ class Actor:
         self._update_s = 0.0
         return metrics | {"timing_s/update_actor": update_s}
 
+    def restore(self, folder: Path) -> None:
+        """Continue from a checkpoint's folder; a collective. Raises `SettingError` if its content does not fit."""
+        if self.recipe.lora.rank:
+            adapter = adapter_weights(self.policy.model)
+            check_adapter(folder / "adapter", adapter, self.recipe.lora, self.adapter_base)
+        line = load_state(self.state, folder, is_alone=self.group.size == 1)
+        if line and self.group.is_lead:
+            say(line)
+
     def discard(self) -> None:
         """Forget the step in progress, because the run ends within it. The updates made so far are kept."""
         if self.updates and self.group.is_lead:
@@ -151,28 +162,35 @@ class Actor:
 
     def _backward(self, batch: PackedBatch, stats: StepMetrics, *, needs_gradient: bool) -> Tensor:
         """Add the gradient of a micro-batch, unless it has none, and its figures; returns its log-probs [R]."""
-        router_coef = self.recipe.algorithm.router_aux_coef
-        routers = recorded_routers(self.policy, is_needed=router_coef > 0)
-        with torch.set_grad_enabled(needs_gradient), routers as router_logits:
-            logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
-        recipe = self.recipe
-        terms = policy_loss(logprobs, entropy, batch, recipe.algorithm, recipe.batch, recipe.sampling)
-        loss = terms.loss
-        if router_logits:  # of this micro-batch alone: an update has the mean of its micro-batches, by their weights
-            router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
-            loss = loss + router_coef * terms.weight * router_loss
-            stats.add_router_loss(router_loss.detach() * terms.weight)
+        with torch.set_grad_enabled(needs_gradient):
+            logprobs, terms, router_loss = self._forward(batch, self.recipe.algorithm)
+        if router_loss is not None:
+            stats.add_router_loss(router_loss)
         if needs_gradient:
-            loss.backward()
+            terms.loss.backward()
         else:
             self.group.reshard(self.policy)
-        self._loss += float(loss.detach())
+        self._loss += float(terms.loss.detach())
         self._weight += float(terms.weight)
         logprobs = logprobs.detach()
         stats.add_batch(batch, logprobs, terms)
         if self.critic is not None:
             self.critic.accumulate(batch)
         return logprobs
+
+    def _forward(self, batch: PackedBatch, algorithm: AlgorithmSettings) -> tuple[Tensor, LossTerms, Tensor | None]:
+        """Log-probs [R] of a micro-batch, its loss, and the routers' loss times its weight, which is part of the loss; None without."""
+        recipe = self.recipe
+        router_coef = algorithm.router_aux_coef
+        with recorded_routers(self.policy, is_needed=router_coef > 0) as router_logits:
+            logprobs, entropy = packed_logprobs(self.policy, batch, recipe)
+        terms = policy_loss(logprobs, entropy, batch, algorithm, recipe.batch, recipe.sampling)
+        if not router_logits:
+            return logprobs, terms, None
+        # Of this micro-batch alone: an update has the mean of its micro-batches, by their weights.
+        router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
+        loss = terms.loss + router_coef * terms.weight * router_loss
+        return logprobs, terms._replace(loss=loss), router_loss.detach() * terms.weight
 
     def _start_logprobs(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs [R] of rows that arrive after the first update, by the policy at the start of the version."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...comm.disk import say, when_writable
+from ...comm.disk import when_writable
 from ...comm.fleet import Fleet
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import CheckpointFolder
@@ -15,10 +15,10 @@ from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout, WeightShard
 from ...relay.weights.publisher import WeightPublisher
 from ..actor_group import ActorGroup, gather_full
-from ..checkpoint import load_state, save_state, staged
+from ..checkpoint import save_state, staged
 from ..export import export
 from ..logprobs import response_logprobs
-from ..policy.adapter_files import check_adapter, merged_weight
+from ..policy.adapter_files import merged_weight
 from ..policy.lora import adapter_weights, without_adapter
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer
 from ..policy.tensor_parallel import splits_for
@@ -88,13 +88,6 @@ class ActorLearner(Actor):
             self._write_policy(folder, weights)
 
         return write
-
-    def restore(self, folder: Path) -> None:
-        if self.recipe.lora.rank:
-            check_adapter(folder / "adapter", self._published(), self.recipe.lora, self.adapter_base)
-        line = load_state(self.state, folder, is_alone=self.group.size == 1)
-        if line and self.group.is_lead:
-            say(line)
 
     def _published(self) -> dict[str, torch.Tensor]:
         """The weights that make a version: those of the adapter, or all."""

@@ -1,7 +1,7 @@
 """The optimizer of one model: AdamW on two groups of parameters, its learning rate, and updates that are sound or skipped."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
@@ -38,11 +38,8 @@ class Updater:
         When the norm is not finite, or the caller's loss is not sound (not finite, or a mean over no token), weights and moments stay as
         they are, on all ranks alike: an update without data would still follow its momentum and the weight decay.
         """
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None] or self._zeros()
-        for gradient in gradients:
-            gradient *= scale
-        total = get_total_norm(gradients)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        total = self._scale(scale)
+        norm = _whole(total)
         is_applied = is_sound and math.isfinite(norm)
         if is_applied:
             if self._max_grad_norm > 0:
@@ -51,6 +48,27 @@ class Updater:
             self.optimizer.step()
         self.discard()
         return Update(norm, is_applied)
+
+    def take(self) -> list[Tensor | None]:
+        """The accumulated gradients by parameter, None where there is none. None are left."""
+        found = [parameter.grad for parameter in self._parameters]
+        self.discard()
+        return found
+
+    def put(self, gradients: Sequence[Tensor | None]) -> None:
+        """Make these, which `take` gave, the accumulated gradients."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def scaled_norm(self, scale: float) -> float:
+        """Scale the accumulated gradients; returns their norm; a collective."""
+        return _whole(self._scale(scale))
+
+    def _scale(self, scale: float) -> Tensor:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None] or self._zeros()
+        for gradient in gradients:
+            gradient *= scale
+        return get_total_norm(gradients)
 
     def _zeros(self) -> list[Tensor]:
         """Gradients of zeros, where no micro-batch had one: an update by momentum alone."""
@@ -68,6 +86,10 @@ class Updater:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+
+
+def _whole(norm: Tensor) -> float:
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> float:

@@ -41,7 +41,7 @@ def check_best_of_steps(checkpoint: CheckpointSettings) -> list[str]:
 def checkpoint_lines(recipe: Recipe) -> list[str]:
     """A line for the console about checkpoints that a run writes for `checkpoint.best` although `checkpoint.every` is null."""
     every = recipe.checkpoint_steps
-    if recipe.checkpoint.every is not None or not every or recipe.run.mode != "train":
+    if recipe.checkpoint.every is not None or not every:
         return []
     return [f"a checkpoint every {every} steps, for checkpoint.best={recipe.checkpoint.best} (checkpoint.every=null)"]
 

@@ -19,7 +19,7 @@ from headrace.trainer.checkpoint import load_state, save_state, staged
 from headrace.trainer.learners.builtin import Actor
 from headrace.trainer.learners.optimizer import decays, learning_rate, open_optimizer, optimizer_class
 from headrace.trainer.logprobs import response_logprobs
-from headrace.trainer.replay_run import replay_steps
+from headrace.trainer.replay.replay import replay_steps
 from headrace.trainer.step_log import StepLog
 
 

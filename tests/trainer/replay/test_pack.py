@@ -1,0 +1,252 @@
+"""A pack repeats a step in another folder and another process, names no secret, and a wrong one is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import pytest
+from support.actors import recipe_of
+from support.policies import tiny_policy
+from support.trained_run import stale_batch, trained_run
+
+from headrace.comm.errors import SettingError
+from headrace.comm.recipe import Recipe
+from headrace.launch.report.replay import main
+from headrace.trainer.replay import pack as pack_module
+from headrace.trainer.replay import replay as replay_module
+from headrace.trainer.replay.pack import FORMAT, opened_pack
+from headrace.trainer.replay.replay import NewPack, replay_pack, replay_steps
+
+PATIENCE_S = 240.0
+SETTINGS: dict[str, Any] = {"batch__prompts_per_step": 2, "sampling__max_new_tokens": 16, "optimizer__lr": 0.01}
+KINDS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "lora": {"lora__rank": 2, "model__dtype": "bfloat16"},
+    "gae": {"algorithm__advantage": "gae", "batch__updates_per_version": 2, "algorithm__clip_high": "inf"},
+}
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("policy"), "qwen3")
+
+
+def run_of(policy_dir: Path, run_dir: Path, **settings: object) -> Recipe:
+    """The recipe of a run of four steps, with a checkpoint after the second."""
+    recipe = recipe_of(policy_dir, **(SETTINGS | settings), run__dir=run_dir)
+    steps = [[stale_batch(step, number, total=2) for number in range(2)] for step in range(4)]
+    trained_run(recipe, steps, checkpoints=(2,))
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def run(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return run_of(policy_dir, tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def packed(run: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack of step 4."""
+    path = tmp_path_factory.mktemp("pack") / "step.zip"
+    assert replay_steps(run, (4, 4), new_pack=NewPack(path, "1.2.3")) == 0
+    return path
+
+
+def replayed(path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """`headrace replay` of a pack, in another process and another folder."""
+    command = [sys.executable, "-m", "headrace", "replay", str(path), *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=path.parent, env=os.environ
+    )
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_a_pack_repeats_the_step_of_the_run_elsewhere_bit_for_bit(policy_dir, tmp_path, settings):
+    policy = tmp_path / "policy"
+    shutil.copytree(policy_dir, policy)
+    recipe = run_of(policy, tmp_path / "run", **settings)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[3])
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    assert replay_steps(recipe, (4, 4), new_pack=NewPack(elsewhere / "pack", "1.2.3")) == 0
+    shutil.rmtree(policy)
+    shutil.rmtree(tmp_path / "run")
+    with ZipFile(elsewhere / "pack") as archive:
+        numbers = json.loads(archive.read("metrics.jsonl"))
+    assert numbers == {name: line[name] for name in numbers} and numbers["actor/grad_norm"] > 0
+    done = replayed(elsewhere / "pack", "--with", "algorithm.loss=gspo algorithm.proximal=rollout")
+    assert done.returncode == 0, done.stderr
+    assert "step    4  loss" in done.stdout and "1 steps replayed, 0 of them differ" in done.stdout
+    assert "variant 1 " in done.stdout
+    assert [path.name for path in elsewhere.iterdir()] == ["pack"]
+
+
+def test_a_pack_without_weights_repeats_the_step_with_the_checkpoint_alone(run, tmp_path, capsys):
+    path = tmp_path / "pack"
+    assert replay_steps(run, (3, 3), new_pack=NewPack(path, "1", has_weights=False)) == 0
+    assert path.stat().st_size < 1e5
+    checkpoint = Path(run.run.dir) / "checkpoints" / "step_2"
+    with opened_pack(path) as (pack, folder):
+        assert replay_pack(pack.recipe(folder), pack, folder, str(checkpoint)) == 0
+        with pytest.raises(SettingError, match=r"the pack has no weights; .*--checkpoint RUN/checkpoints/step_2"):
+            replay_pack(pack.recipe(folder), pack, folder)
+    assert "step    3  loss" in capsys.readouterr().out
+
+
+def test_the_weights_of_another_run_are_refused_by_their_digest(run, policy_dir, tmp_path):
+    path = tmp_path / "pack"
+    replay_steps(run, (3, 3), new_pack=NewPack(path, "1", has_weights=False))
+    run_of(policy_dir, tmp_path / "other", optimizer__lr=0.02)
+    with (
+        opened_pack(path) as (pack, folder),
+        pytest.raises(SettingError, match="these are not the weights of the pack"),
+    ):
+        replay_pack(pack.recipe(folder), pack, folder, str(tmp_path / "other" / "checkpoints" / "step_2"))
+
+
+def test_a_pack_without_weights_of_the_first_step_needs_the_model_alone(run, policy_dir, tmp_path):
+    path = tmp_path / "pack"
+    replay_steps(run, (1, 1), new_pack=NewPack(path, "1", has_weights=False))
+    with opened_pack(path) as (pack, folder):
+        recipe = pack.recipe(folder)
+        assert recipe.model.path == str(policy_dir)
+        assert replay_pack(recipe, pack, folder) == 0
+        with pytest.raises(SettingError, match="--checkpoint: step 1 begins with model.path"):
+            replay_pack(recipe, pack, folder, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("steps", "has_weights", "why"),
+    [
+        ((3, 4), True, "a pack has one step; name it with --steps N"),
+        (None, True, "a pack has one step"),
+        ((4, 4), False, "step 4 does not begin with a checkpoint of the run.*the newest before it is step_2"),
+    ],
+)
+def test_packs_that_cannot_be_made_are_refused(run, tmp_path, steps, has_weights, why):
+    with pytest.raises(SettingError, match=why):
+        replay_steps(run, steps, new_pack=NewPack(tmp_path / "pack", "1", has_weights))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pack_does_not_replace_a_file_and_needs_its_folder(run, packed, tmp_path):
+    for path, why in ((packed, "exists already"), (tmp_path / "none" / "pack", "there is no folder")):
+        with pytest.raises(SettingError, match=why):
+            replay_steps(run, (4, 4), new_pack=NewPack(path, "1"))
+
+
+def test_a_pack_has_no_address_no_environment_no_folder_and_no_notes_of_rewards(
+    policy_dir, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUDGE_KEY", "sk-of-the-environment")
+    recipe = run_of(
+        policy_dir, tmp_path / "private", reward__path="judge+http://user:sk-of-the-address@host/v1#model=m",
+        data__path="/private/prompts.jsonl", eval__path="/private/held-out.jsonl",
+    )  # fmt: skip
+    path = tmp_path / "pack"
+    replay_steps(recipe, (4, 4), new_pack=NewPack(path, "1"))
+    content = path.read_bytes()
+    for text in (b"sk-of-the", b"JUDGE_KEY", b"private", str(policy_dir).encode(), b"the run's own", b"reward_info"):
+        assert text not in content, text
+    assert b"rollout_logprobs" in content and b"importance_sampling_cap" in content
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_pack_that_is_cut_short_is_refused(packed: Path, tmp_path: Path, share: float):
+    content = packed.read_bytes()
+    (cut := tmp_path / "pack").write_bytes(content[: int(share * len(content))])
+    with pytest.raises(SettingError, match="is not a whole pack of .*cut short or damaged"), opened_pack(cut):
+        pass
+
+
+def test_a_damaged_byte_is_found(packed: Path, tmp_path: Path):
+    content = bytearray(packed.read_bytes())
+    content[len(content) // 2] ^= 1
+    (damaged := tmp_path / "pack").write_bytes(content)
+    with pytest.raises(SettingError, match="is not a whole pack .*Bad CRC-32"), opened_pack(damaged):
+        pass
+
+
+def with_head(packed: Path, path: Path, **changes: object) -> Path:
+    """A copy of a pack with other entries in its head."""
+    with ZipFile(packed) as old, ZipFile(path, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "pack.json":
+                content = json.dumps(json.loads(content) | changes).encode()
+            new.writestr(name, content)
+    return path
+
+
+def test_packs_of_other_versions_are_refused_by_name(packed: Path, tmp_path: Path):
+    later = with_head(packed, tmp_path / "later", format=FORMAT + 1, version="9.9")
+    with pytest.raises(SettingError, match=r"was written by Headrace 9\.9 in form 2 of packs"), opened_pack(later):
+        pass
+    settings = {"algorithm": {"los": "clip"}}
+    other = with_head(packed, tmp_path / "other", settings=settings, version="0.0.9")
+    with (
+        opened_pack(other) as (pack, folder),
+        pytest.raises(SettingError, match=r"Headrace 0\.0\.9, with other settings"),
+    ):
+        pack.recipe(folder)
+    without = with_head(packed, tmp_path / "without", step=None)
+    with pytest.raises(SettingError, match="is not a whole pack"), opened_pack(without):
+        pass
+
+
+@pytest.mark.parametrize("name", ["../outside", "model/../../outside", "/outside", "run.py", "model/x/y"])
+def test_files_that_no_pack_has_are_not_unpacked(packed: Path, tmp_path: Path, name: str):
+    shutil.copy(packed, path := tmp_path / "pack")
+    with ZipFile(path, "a") as archive:
+        archive.writestr(name, b"x")
+    with pytest.raises(SettingError, match="is not a pack"), opened_pack(path):
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == ["pack"]
+
+
+def test_a_compressed_archive_is_refused(packed: Path, tmp_path: Path):
+    """A small one could unpack to any size."""
+    with ZipFile(packed) as old, ZipFile(path := tmp_path / "pack", "w", ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(SettingError, match="is not a pack"), opened_pack(path):
+        pass
+
+
+@pytest.mark.parametrize(("change", "code"), [(1 + 1e-4, 0), (1.01, 1)])
+def test_on_another_machine_small_differences_are_within_the_told_tolerance(
+    packed: Path, tmp_path: Path, monkeypatch, capsys, change: float, code: int
+):
+    with ZipFile(packed) as archive:
+        numbers = json.loads(archive.read("metrics.jsonl"))
+    machine = pack_module.machine()
+    other = with_head(packed, tmp_path / "other", machine=machine | {"torch": "0.1"})
+    with opened_pack(other) as (pack, folder):
+        moved = numbers | {"actor/grad_norm": numbers["actor/grad_norm"] * change}
+        (folder / "metrics.jsonl").write_text(json.dumps(moved) + "\n")
+        assert replay_pack(pack.recipe(folder), pack, folder) == code
+    said = capsys.readouterr().out
+    assert f"the pack is of another machine: torch 0.1 -> {machine['torch']}" in said
+    assert ("within the tolerance of 0.001: actor/grad_norm" in said) is (code == 0)
+    monkeypatch.setattr(replay_module, "machine", lambda: pack.machine)
+    with opened_pack(other) as (pack, folder):
+        (folder / "metrics.jsonl").write_text(json.dumps(moved) + "\n")
+        assert replay_pack(pack.recipe(folder), pack, folder) == 1, "on the same machine every bit counts"
+
+
+def test_a_pack_names_the_user_s_function_and_the_receiver_gives_its_file(policy_dir, tmp_path, capsys):
+    loss = "import torch\n\n\ndef loss(x):\n    return -x.advantages * x.logprobs, torch.zeros_like(x.mask).bool()\n"
+    (tmp_path / "own.py").write_text(loss)
+    recipe = run_of(policy_dir, tmp_path / "run", algorithm__loss=f"{tmp_path}/own.py:loss")
+    path = tmp_path / "pack"
+    replay_steps(recipe, (4, 4), new_pack=NewPack(path, "1"))
+    (tmp_path / "own.py").rename(tmp_path / "moved.py")
+    capsys.readouterr()
+    assert main([str(path)]) == 2
+    assert "own.py:loss, which is not in the pack; name the file on this machine" in capsys.readouterr().err
+    assert main([str(path), f"algorithm.loss={tmp_path}/moved.py:loss"]) == 0
+    assert "0 of them differ" in capsys.readouterr().out
