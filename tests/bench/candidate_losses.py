@@ -44,6 +44,13 @@ def truncate_masked_more_kl(x: LossInputs) -> tuple[Tensor, Tensor]:
     return truncate_masked_kl(x, 10 * DPPO_KL)
 
 
+def truncate_masked_pull(x: LossInputs) -> tuple[Tensor, Tensor]:
+    """The same without the squared log-ratio of tokens whose advantage is 0, so that groups of equal rewards have no gradient."""
+    loss, left = truncate_masked(x)
+    squared = log_ratio(x.logprobs, x.behaviour_logprobs).square()
+    return loss + torch.where(x.advantages == 0, 0.0, 10 * DPPO_KL * squared), left
+
+
 def dppo_wide(x: LossInputs) -> tuple[Tensor, Tensor]:
     """`dppo` with prime-rl's earlier bound."""
     return dppo(x, 2 * DPPO_BOUND)

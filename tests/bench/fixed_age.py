@@ -389,6 +389,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "truncate-masked": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked"),
     "masked-kl": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_kl"),
     "masked-more-kl": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_more_kl"),
+    "masked-pull": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_pull"),
     "dppo-wide": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:dppo_wide"),
     "none": (_AT_GENERATOR, "algorithm.loss=reinforce"),
 }
