@@ -156,7 +156,7 @@ class Actor:
         with torch.set_grad_enabled(needs_gradient), routers as router_logits:
             logprobs, entropy = packed_logprobs(self.policy, batch, self.recipe)
         recipe = self.recipe
-        terms = policy_loss(logprobs, entropy, batch, recipe.algorithm, recipe.batch, recipe.sampling)
+        terms = policy_loss(logprobs, entropy, batch, recipe.algorithm, recipe.sampling)
         loss = terms.loss
         if router_logits:  # of this micro-batch alone: an update has the mean of its micro-batches, by their weights
             router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
