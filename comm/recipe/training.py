@@ -67,17 +67,17 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     )
     """Mean of the loss: over tokens (DAPO), over responses (GRPO), or with constant length `sampling.max_new_tokens` (Dr. GRPO)."""
     clip_low: Bound = 0.2
-    """Lower clip of the importance ratio: 1 - clip_low; of stale tokens' weights too with `token_clip`."""
+    """Lower clip of the importance ratio: 1 - clip_low."""
     clip_high: Bound = 0.2
-    """Upper clip of the importance ratio: 1 + clip_high; of stale tokens' weights too with `token_clip`."""
+    """Upper clip of the importance ratio: 1 + clip_high."""
     clip_dual: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null sets none."""
     proximal: Literal["version", "rollout"] = "version"
     """Policy with which the clip compares: that at the start of the step (decoupled), or the generator's."""
-    importance_sampling: Literal["token_truncate", "token_clip", "token_mask", "sequence_truncate", "sequence_mask"] = (
+    importance_sampling: Literal["token_truncate", "token_dppo", "token_mask", "sequence_truncate", "sequence_mask"] = (
         "token_truncate"
     )
-    """Bounds of importance weights: truncate (TIS), clip as PPO does, or mask (IcePop), of each token or of whole responses."""
+    """Bounds of importance weights: truncate (TIS), truncate inside of DPPO's trust region, or mask (IcePop), of each token or of whole responses."""
     importance_sampling_cap: Cap = 2.0
     """Largest importance weight; a mask also drops weights below 1 / cap."""
     entropy_coef: Finite = 0.0

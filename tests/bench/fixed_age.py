@@ -387,6 +387,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clip-high": (_AT_GENERATOR, "algorithm.loss=clip", "algorithm.clip_high=0.28"),
     "clip-dual": (_AT_GENERATOR, "algorithm.loss=clip", "algorithm.clip_dual=3"),
     "truncate-masked": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked"),
+    "masked-kl": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_kl"),
+    "masked-more-kl": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_more_kl"),
+    "masked-pull": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_pull"),
+    "dppo-wide": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:dppo_wide"),
     "none": (_AT_GENERATOR, "algorithm.loss=reinforce"),
 }
 """The candidates for the default, as settings."""

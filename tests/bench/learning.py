@@ -57,7 +57,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 """Settings of each schedule; the others are compared with the first."""
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {
     "truncate-token": (),
-    "clip-token": ("algorithm.importance_sampling=token_clip",),
+    "dppo-token": ("algorithm.importance_sampling=token_dppo",),
     "truncate-sequence": ("algorithm.importance_sampling=sequence_truncate",),
     "mask-token": ("algorithm.importance_sampling=token_mask",),
     "mask-sequence": ("algorithm.importance_sampling=sequence_mask",),

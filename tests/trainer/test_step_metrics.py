@@ -10,7 +10,7 @@ import torch
 
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
-from headrace.comm.recipe import AlgorithmSettings, BatchSettings, SamplingSettings
+from headrace.comm.recipe import AlgorithmSettings, SamplingSettings
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.algorithms.objective import policy_loss
@@ -53,7 +53,7 @@ def stats_of(version: int, shift: float, num_tokens: int = 3, **settings: Any) -
     logprobs = batch.rollout_logprobs + shift
     entropy = torch.full_like(logprobs, 0.5)
     algorithm = AlgorithmSettings(clip_high=0.05, importance_sampling_cap=1.05, **settings)
-    terms = policy_loss(logprobs, entropy, batch, algorithm, BatchSettings(), SamplingSettings())
+    terms = policy_loss(logprobs, entropy, batch, algorithm, SamplingSettings())
     stats.add_batch(batch, logprobs, terms)
     return stats
 
@@ -119,7 +119,7 @@ def test_a_trajectory_without_weight_adds_nothing():
     before = stats.metrics(VERSION)
     batch = pack([PADDING_TRAJECTORY], VERSION, torch.device("cpu"))
     ones = torch.ones(1)
-    terms = policy_loss(ones, ones, batch, AlgorithmSettings(), BatchSettings(), SamplingSettings())
+    terms = policy_loss(ones, ones, batch, AlgorithmSettings(), SamplingSettings())
     stats.add_batch(batch, ones, terms)
     assert stats.metrics(VERSION) == before
 

@@ -7,7 +7,7 @@ section 5.2): the behaviour policy b drew it, the update starts from the proxima
 
 `algorithm.proximal` chooses q, `algorithm.importance_sampling` bounds the weight. With one update for each version, q is p without its
 gradient: the ratio in the clip is exactly 1, and staleness acts through the weight alone. So it is the weight that must keep stale
-tokens from pushing on in a direction in which the updates since have gone far enough. Nothing here carries a gradient.
+tokens from pushing on in a direction in which the updates since have gone far enough. Weights carry no gradient.
 """
 
 from typing import NamedTuple
@@ -19,6 +19,11 @@ from ...comm.recipe import AlgorithmSettings
 from ..batch import PackedBatch
 from .losses import log_ratio
 from .sequences import sequence_sums, spread
+
+MAX_SHIFT = 0.1
+"""Largest change of a token's probability by which `token_dppo` still trains it (prime-rl's value)."""
+PULL = 0.01
+"""Weight of the squared log-ratio of `token_dppo`; docs/develop/log.md has the values that were tried."""
 
 
 class Correction(NamedTuple):
@@ -33,9 +38,7 @@ class Correction(NamedTuple):
     is_limited: Tensor
 
 
-def correct(
-    logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings, updates_per_version: int = 1
-) -> Correction:
+def correct(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> Correction:
     """The correction of a micro-batch: logprobs [R] of the policy in training."""
     behaviour = batch.rollout_logprobs
     match settings.proximal:
@@ -43,21 +46,19 @@ def correct(
             old = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
         case "rollout":
             old = behaviour
-    weight, is_limited = importance_weights(log_ratio(old, behaviour), batch, settings, updates_per_version)
+    weight, is_limited = importance_weights(old, batch, settings)
     return Correction(old, weight, is_limited)
 
 
-def importance_weights(
-    log_weights: Tensor, batch: PackedBatch, settings: AlgorithmSettings, updates_per_version: int
-) -> tuple[Tensor, Tensor]:
-    """Bounded weights [R], and [R] bool where a bound acts: log_weights [R] = log(q / b).
+def importance_weights(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> tuple[Tensor, Tensor]:
+    """Bounded weights w = q / b [R], and [R] bool where a bound acts: logprobs [R] of q.
 
-    Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). Clipped: the same, and for the loss `clip` 0 where
-    the policy has `left_trust_region`; the other losses have no such region of a token. Masked: w within [1 / cap, cap], else 0 (IcePop,
-    arXiv 2510.18855, formula 3; its bounds are .5 and 5). By `sequence` w is the product over the response's tokens with loss (verl's
-    and TRL's modes of these names).
+    Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). `token_dppo`: the same, and 0 where q has
+    `left_trust_region`. Masked: w within [1 / cap, cap], else 0 (IcePop, arXiv 2510.18855, formula 3; its bounds are .5 and 5). By
+    `sequence` w is the product over the response's tokens with loss (verl's and TRL's modes of these names).
     """
     cap = settings.importance_sampling_cap
+    log_weights = log_ratio(logprobs, batch.rollout_logprobs)
     if settings.importance_sampling.startswith("sequence"):
         has_loss = batch.mask > 0
         sums = sequence_sums(torch.where(has_loss, log_weights, 0.0), batch.response_lengths)
@@ -67,21 +68,28 @@ def importance_weights(
     is_dropped = torch.zeros_like(is_above)
     if settings.importance_sampling.endswith("mask"):
         is_dropped = is_above | (weight < 1 / cap)
-    elif settings.importance_sampling == "token_clip" and settings.loss == "clip":
-        is_dropped = (batch.staleness > 0) & left_trust_region(weight, batch, settings, updates_per_version)
+    elif settings.importance_sampling == "token_dppo":
+        is_dropped = left_trust_region(logprobs, batch)
     return weight.clamp(max=cap).masked_fill(is_dropped, 0.0), is_above | is_dropped
 
 
-def left_trust_region(
-    ratios: Tensor, batch: PackedBatch, settings: AlgorithmSettings, updates_per_version: int
-) -> Tensor:
-    """[R] bool: whether the policy has moved further than the clip allows, in the direction in which the advantage pushes.
+def left_trust_region(logprobs: Tensor, batch: PackedBatch) -> Tensor:
+    """[R] bool: whether a token's probability has moved further than `MAX_SHIFT` in the direction in which the advantage pushes.
 
-    PPO's clip (arXiv 1707.06347, formula 7) of the ratios [R] = q / b of tokens that are s versions of k updates old, with the trust
-    regions of n = s k + 1 updates: (1 - clip_low)^n to (1 + clip_high)^n. The idea of a clip that adapts to staleness is that of
-    arXiv 2607.18722.
+    The mask of DPPO by binary total variation (arXiv 2602.04879). A ratio is a poor measure of how far a policy has moved: a rare
+    token soon leaves any region of ratios, and a likely one hardly can.
     """
-    num_updates = batch.staleness.to(ratios.dtype) * updates_per_version + 1
-    lowest = max(1 - settings.clip_low, 0.0) ** num_updates
-    highest = (1 + settings.clip_high) ** num_updates
-    return torch.where(batch.advantages > 0, ratios > highest, (batch.advantages < 0) & (ratios < lowest))
+    shift = logprobs.exp() - batch.rollout_logprobs.exp()
+    return torch.where(batch.advantages > 0, shift > MAX_SHIFT, (batch.advantages < 0) & (shift < -MAX_SHIFT))
+
+
+def pull_to_generator(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> Tensor | None:
+    """PULL log(p / b)^2 of each token [R], a term of its loss with `token_dppo`; None where there is none. It carries a gradient.
+
+    prime-rl's loss has this term, with a smaller weight. It is 0 for a token without an advantage, so that a group of equal rewards
+    has no gradient.
+    """
+    if settings.importance_sampling != "token_dppo" or settings.proximal != "version":
+        return None
+    squared = log_ratio(logprobs, batch.rollout_logprobs).square()
+    return PULL * squared.masked_fill(batch.advantages == 0, 0.0)

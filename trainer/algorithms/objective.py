@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ...comm.messages.queue import GroupRef
-from ...comm.recipe import AlgorithmSettings, BatchSettings, SamplingSettings, TaskSettings
+from ...comm.recipe import AlgorithmSettings, SamplingSettings, TaskSettings
 from ..batch import PackedBatch
 from .advantages import open_estimator
 from .aggregation import token_weights
-from .corrections import Correction, correct
+from .corrections import Correction, correct, pull_to_generator
 from .kl import KL_ESTIMATORS, k3
 from .losses import LossInputs, open_loss
 
@@ -54,11 +54,9 @@ def has_gradient(algorithm: AlgorithmSettings, tasks: Sequence[TaskSettings], gr
     return bool(adds_more) or not is_relative or len(set(group.rewards)) > 1
 
 
-def token_losses(
-    logprobs: Tensor, batch: PackedBatch, algorithm: AlgorithmSettings, sizes: BatchSettings
-) -> TokenLosses:
+def token_losses(logprobs: Tensor, batch: PackedBatch, algorithm: AlgorithmSettings) -> TokenLosses:
     """The losses of a batch's response tokens before aggregation, without the entropy bonus and the KL term; logprobs [R]."""
-    correction = correct(logprobs, batch, algorithm, sizes.updates_per_version * sizes.passes)
+    correction = correct(logprobs, batch, algorithm)
     losses, is_clipped = open_loss(algorithm.loss)(
         LossInputs(
             logprobs=logprobs,
@@ -80,13 +78,14 @@ def policy_loss(
     entropy: Tensor,
     batch: PackedBatch,
     algorithm: AlgorithmSettings,
-    sizes: BatchSettings,
     sampling: SamplingSettings,
 ) -> LossTerms:
     """The loss of the policy in training: logprobs, entropy [R] of the batch's response tokens."""
-    per_token, clipped, correction = token_losses(logprobs, batch, algorithm, sizes)
+    per_token, clipped, correction = token_losses(logprobs, batch, algorithm)
     weights = token_weights(algorithm.loss_agg, batch.mask, batch.response_lengths, sampling.max_new_tokens)
     loss = per_token
+    if (pull := pull_to_generator(logprobs, batch, algorithm)) is not None:
+        loss = loss + pull
     if algorithm.entropy_coef != 0:  # a gradient of zeros would cost the backward pass a matrix [rows, vocab]
         loss = loss - algorithm.entropy_coef * entropy
     kl = torch.zeros_like(logprobs)

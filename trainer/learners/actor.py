@@ -184,7 +184,7 @@ class Actor:
         router_coef = algorithm.router_aux_coef
         with recorded_routers(self.policy, is_needed=router_coef > 0) as router_logits:
             logprobs, entropy = packed_logprobs(self.policy, batch, recipe)
-        terms = policy_loss(logprobs, entropy, batch, algorithm, recipe.batch, recipe.sampling)
+        terms = policy_loss(logprobs, entropy, batch, algorithm, recipe.sampling)
         if not router_logits:
             return logprobs, terms, None
         # Of this micro-batch alone: an update has the mean of its micro-batches, by their weights.

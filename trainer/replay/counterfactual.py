@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...comm.recipe import AlgorithmSettings, BatchSettings, Recipe
+from ...comm.recipe import AlgorithmSettings, Recipe
 from ...relay.queue.batch import Batch
 from ...relay.weights.layout import local_tensor
 from ..actor_group import ActorGroup
@@ -31,9 +31,8 @@ _SUMS: tuple[str, ...] = ("tokens", "clipped", "limited", "pushing", "weight", "
 class Tally:
     """Sums over the micro-batches of a step by one loss, and its gradients' norms and cosines."""
 
-    def __init__(self, algorithm: AlgorithmSettings, sizes: BatchSettings) -> None:
+    def __init__(self, algorithm: AlgorithmSettings) -> None:
         self.algorithm = algorithm
-        self._sizes = sizes
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._norms: list[float] = []
         self._cosines: list[float] = []
@@ -70,7 +69,7 @@ class Tally:
         """[R] float64: the derivative of each token's loss by its log-prob, divided by -A; without meaning where A is 0."""
         leaf = logprobs.detach().requires_grad_()
         with torch.enable_grad():
-            losses = token_losses(leaf, batch, self.algorithm, self._sizes).loss
+            losses = token_losses(leaf, batch, self.algorithm).loss
             (derivative,) = torch.autograd.grad(losses.sum(), leaf)
         return -derivative.double() / batch.advantages.double()
 
@@ -114,7 +113,7 @@ class CounterfactualActor(Actor):
             is_whole = open_estimator(algorithm).needs_whole_step
             for part in [taken] if is_whole else [[each] for each in taken]:
                 add_advantages(part, algorithm, self.recipe.sampling.max_new_tokens, self.group)
-            self._variants.append((rows, Tally(algorithm, self.recipe.batch)))
+            self._variants.append((rows, Tally(algorithm)))
 
     def figures(self) -> list[Figures]:
         """The figures of each variant of the step; a collective."""

@@ -262,7 +262,7 @@ def _begin(actor: CounterfactualActor, start: Start) -> None:
 def _step(actor: CounterfactualActor, step: int, variants: Sequence[AlgorithmSettings], digest: str) -> StepResult:
     """Train a step again; a collective."""
     recipe = actor.recipe
-    tally = Tally(recipe.algorithm, recipe.batch)
+    tally = Tally(recipe.algorithm)
     stats = TalliedMetrics(tally) if variants else StepMetrics()
     saved = StepReplay(Path(recipe.run.dir), step, actor.group.rank)
     saved.check_ranks(actor.group.size)

@@ -53,11 +53,10 @@ def _without_ratio(algorithm: AlgorithmSettings, batch: BatchSettings) -> Iterat
     has_several_updates = batch.updates_per_version * batch.passes > 1
     if algorithm.proximal == "rollout" or has_several_updates or ":" in algorithm.loss:
         return
-    # `token_clip` has the bounds in its weights; a weight of whole responses is GSPO's, whatever the ratio.
-    is_clipped = algorithm.importance_sampling == "token_clip" and algorithm.loss == "clip"
+    # A weight of whole responses is GSPO's, whatever the ratio.
     is_by_sequence = algorithm.importance_sampling.startswith("sequence") and algorithm.loss == "gspo"
     dual = () if algorithm.loss == "cispo" else ("clip_dual",)
-    names = _changed(algorithm, *(() if is_clipped else ("clip_low", "clip_high")), *dual)
+    names = _changed(algorithm, "clip_low", "clip_high", *dual)
     if algorithm.loss != "clip" and not is_by_sequence:
         names.insert(0, f"algorithm.loss={algorithm.loss}")
     if names:
@@ -73,8 +72,6 @@ def _without_weight(algorithm: AlgorithmSettings) -> Iterator[str]:
     weights = _changed(algorithm, "importance_sampling", "importance_sampling_cap")
     if algorithm.proximal == "rollout" and weights:
         yield f"{', '.join(weights)}: no effect with algorithm.proximal=rollout, whose weights are 1"
-    elif algorithm.importance_sampling == "token_clip" and algorithm.loss != "clip":
-        yield f"algorithm.importance_sampling=token_clip is token_truncate for algorithm.loss={algorithm.loss}"
 
 
 def _useless(recipe: Recipe) -> Iterator[str]:

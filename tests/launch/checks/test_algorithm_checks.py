@@ -35,7 +35,6 @@ def test_settings_that_exclude_each_other_are_refused(words: list[str], message:
         (["algorithm.advantage=gae", "critic.warmup_steps=3", "run.steps=3"], "critic.warmup_steps=3"),
         (["algorithm.importance_sampling=sequence_mask", "algorithm.importance_sampling_cap=1.01", ROLLOUT], "sampling, algorithm.importance_sampling_cap: no"),
         (["algorithm.importance_sampling_cap=1.01", ROLLOUT], "algorithm.importance_sampling_cap: no effect"),
-        (["algorithm.importance_sampling=token_clip", "algorithm.loss=reinforce"], "token_clip is token_truncate for algorithm.loss"),
         (["algorithm.advantage=rloo", "algorithm.scale_rewards=batch"], "algorithm.scale_rewards has no effect"),
         (["algorithm.overlong_penalty=2"], "algorithm.overlong_penalty has no effect with algorithm.overlong_buffer=0"),
         (["algorithm.kl_estimator=k2"], "algorithm.kl_estimator has no effect with algorithm.kl_coef=0"),
@@ -58,7 +57,6 @@ def test_the_defaults_give_no_warning():
         (["algorithm.clip_high=.28", "algorithm.clip_dual=3"], "algorithm.clip_high, algorithm.clip_dual"),
         (["algorithm.loss=cispo"], "algorithm.loss=cispo"),
         (["algorithm.loss=gspo", "algorithm.clip_low=3e-4"], "algorithm.loss=gspo, algorithm.clip_low"),
-        (["algorithm.importance_sampling=token_clip", "algorithm.clip_dual=3"], "algorithm.clip_dual"),
     ],
 )
 def test_a_loss_or_clip_whose_ratio_is_always_1_is_a_warning_that_names_what_to_set(words: list[str], names: str):
@@ -72,7 +70,7 @@ def test_a_loss_or_clip_whose_ratio_is_always_1_is_a_warning_that_names_what_to_
 @pytest.mark.parametrize(
     "words",
     [
-        ["algorithm.importance_sampling=token_clip", "algorithm.clip_high=.3"],
+        ["algorithm.importance_sampling=token_dppo"],
         ["algorithm.loss=gspo", "algorithm.importance_sampling=sequence_truncate"],
         ["algorithm.loss=reinforce"],
         ["algorithm.loss=losses.py:mine", "algorithm.clip_high=.3"],

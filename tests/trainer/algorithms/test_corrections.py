@@ -1,14 +1,17 @@
 """Corrections equal float64 NumPy written from their formulas, and the gradient equals finite differences."""
 
+import math
 from itertools import product
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from support.packed import packed, split
 
 from headrace.comm.recipe import AlgorithmSettings, Recipe
-from headrace.trainer.algorithms.corrections import correct
+from headrace.trainer.algorithms.corrections import correct, pull_to_generator
 from headrace.trainer.algorithms.objective import policy_loss
 from headrace.trainer.batch import PackedBatch
 
@@ -24,8 +27,9 @@ MASK = np.array([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1], float)
 STALENESS = np.array([2, 2, 2, 1, 0, 0, 3, 3, 1, 0, 0, 0, 0, 0])
 LOW, HIGH, CAP = 0.1, 0.15, 1.4
 PROXIMALS = ("version", "rollout")
-CLIP = AlgorithmSettings(importance_sampling="token_clip")
-BOUNDS = ("token_clip", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+DPPO = AlgorithmSettings(importance_sampling="token_dppo")
+SHIFT, PULL = 0.1, 0.01
+BOUNDS = ("token_dppo", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def batch(*, is_updated: bool) -> PackedBatch:
@@ -56,10 +60,10 @@ def formula(new: np.ndarray, frozen: np.ndarray, proximal: str, bound: str, is_u
             by_sequence = bound.startswith("sequence")
             weight = np.exp(sum(log_weights.values()) if by_sequence else own)
             is_kept = 1 / CAP <= weight <= CAP
-            if bound == "token_clip" and STALENESS[t] > 0:
-                lowest, highest = (1 - LOW) ** (STALENESS[t] + 1), (1 + HIGH) ** (STALENESS[t] + 1)
-                is_kept = weight <= highest if advantage > 0 else weight >= lowest
-                weight = weight * is_kept
+            if bound == "token_dppo":
+                shift = np.exp(old[t - begin]) - np.exp(BEHAVIOUR[t])
+                weight = weight * (shift <= SHIFT if advantage > 0 else shift >= -SHIFT)
+                total += PULL * (new[t] - BEHAVIOUR[t]) ** 2 * (proximal == "version")
             weight = weight * is_kept if bound.endswith("mask") else min(weight, CAP)
             ratio = np.exp(new[t] - old[t - begin])
             clipped = np.clip(ratio, 1 - LOW, 1 + HIGH)
@@ -82,7 +86,6 @@ def test_the_corrected_loss_and_its_gradient_follow_the_formula(proximal: str, b
         torch.zeros_like(logprobs),
         batch(is_updated=is_updated),
         recipe.algorithm,
-        recipe.batch,
         recipe.sampling,
     )
     loss = terms.loss / terms.weight
@@ -123,34 +126,23 @@ def test_weights_of_numbers_far_apart_are_finite_and_bounded():
         assert found.weight.isfinite().all() and found.weight.max() <= CAP
 
 
-def test_a_stale_token_stops_to_push_once_the_policy_has_moved_as_far_as_its_updates_may():
-    stale = packed([[-1.0] * 4] * 2, [1.0, -1.0])
-    stale.staleness = torch.tensor([0, 1, 1, 2] * 2)
-    ratios = torch.tensor([9.0, 1.3, 1.5, 1.5, 0.1, 0.7, 0.6, 0.6])
-    found = correct(stale.rollout_logprobs + ratios.log(), stale, CLIP)
-    assert found.weight.tolist() == pytest.approx([2.0, 1.3, 0.0, 1.5, 0.1, 0.7, 0.0, 0.6])
-    assert found.is_limited.tolist() == [True, False, True, False, False, False, True, False]
-    stale.advantages = -stale.advantages
-    found = correct(stale.rollout_logprobs + ratios.log(), stale, CLIP)
-    assert found.weight.tolist() == pytest.approx(ratios.clamp(max=2).tolist())
+def test_a_token_stops_to_push_once_its_probability_has_moved_as_far_as_it_may():
+    stale = packed([[math.log(p) for p in (0.5, 0.5, 0.5, 0.01)]] * 2, [1.0, -1.0])
+    moved = torch.tensor([0.59, 0.61, 0.2, 0.09, 0.41, 0.39, 0.8, 0.0001])
+    found = correct(moved.log(), stale, DPPO)
+    assert found.weight.tolist() == pytest.approx([1.18, 0.0, 0.4, 2.0, 0.82, 0.0, 1.6, 0.01], rel=1e-5)
+    assert found.is_limited.tolist() == [False, True, False, True, False, True, False, False]
 
 
-def test_each_update_of_a_version_has_a_trust_region_of_its_own():
+def test_the_pull_to_the_generator_leaves_tokens_without_an_advantage_alone():
+    stale = packed([[-1.0] * 2] * 3, [1.0, 0.0, -1.0])
+    pull = pull_to_generator(stale.rollout_logprobs + torch.tensor([0.5, 0.0] * 3), stale, DPPO)
+    assert pull is not None
+    assert pull.tolist() == pytest.approx([PULL * 0.25, 0, 0, 0, PULL * 0.25, 0])
+
+
+@pytest.mark.parametrize("settings", [{"proximal": "rollout"}, {"importance_sampling": "token_truncate"}])
+def test_other_corrections_have_no_pull(settings: dict[str, Any]):
     stale = packed([[-1.0] * 2], [1.0])
-    stale.staleness = torch.tensor([1, 1])
-    logprobs = stale.rollout_logprobs + torch.tensor([1.2**5 * 0.99, 1.2**5 * 1.01]).log()
-    settings = AlgorithmSettings(importance_sampling="token_clip", importance_sampling_cap=9)
-    found = correct(logprobs, stale, settings, updates_per_version=4)
-    assert found.is_limited.tolist() == [False, True]
-    assert correct(logprobs, stale, settings).is_limited.tolist() == [True, True]
-
-
-@pytest.mark.parametrize("loss", ["cispo", "reinforce", "gspo"])
-def test_a_loss_without_a_clip_of_tokens_truncates_their_weights_alone(loss: str):
-    stale = packed([[-1.0] * 2], [1.0])
-    stale.staleness = torch.tensor([1, 1])
-    ratios = torch.tensor([1.7, 2.5])
-    found = correct(
-        stale.rollout_logprobs + ratios.log(), stale, AlgorithmSettings(importance_sampling="token_clip", loss=loss)
-    )
-    assert found.weight.tolist() == pytest.approx([1.7, 2.0])
+    algorithm = msgspec.structs.replace(DPPO, **settings)
+    assert pull_to_generator(stale.rollout_logprobs, stale, algorithm) is None

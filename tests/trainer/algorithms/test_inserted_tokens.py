@@ -20,7 +20,7 @@ SETTINGS = [
         ("clip", "token-mean", "token_truncate", "version"),
         ("clip", "seq-mean-token-mean", "sequence_truncate", "rollout"),
         ("gspo", "seq-mean-token-mean", "sequence_mask", "rollout"),
-        ("gspo", "token-mean", "token_clip", "version"),
+        ("gspo", "token-mean", "token_dppo", "version"),
         ("cispo", "seq-mean-token-sum", "token_mask", "version"),
         ("reinforce", "seq-mean-token-sum-norm", "token_truncate", "version"),
     ]
@@ -70,7 +70,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_drawn_tokens_alone(settings:
     found, gradients, metrics = [], [], []
     for batch, values in ((whole, logprobs), (kept, logprobs[drawn])):
         values = values.clone().requires_grad_()
-        terms = policy_loss(values, -values, batch, recipe.algorithm, recipe.batch, recipe.sampling)
+        terms = policy_loss(values, -values, batch, recipe.algorithm, recipe.sampling)
         terms.loss.backward()
         assert values.grad is not None
         gradients.append(values.grad)

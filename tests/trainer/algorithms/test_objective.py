@@ -10,7 +10,7 @@ from support.packed import joined, packed, split
 
 from headrace.comm.messages import GroupId
 from headrace.comm.messages.queue import GroupRef
-from headrace.comm.recipe import AlgorithmSettings, BatchSettings, Recipe, SamplingSettings
+from headrace.comm.recipe import AlgorithmSettings, Recipe, SamplingSettings
 from headrace.comm.recipe.queue import TaskSettings
 from headrace.trainer.algorithms.losses import LOSSES
 from headrace.trainer.algorithms.objective import LossTerms, has_gradient, policy_loss
@@ -64,7 +64,7 @@ def terms_of(recipe: Recipe, logprobs: torch.Tensor, entropy: torch.Tensor, resp
         ref_logprobs=[by_response(REF)[i] for i in responses],
         dtype=torch.float64,
     )
-    return policy_loss(logprobs[tokens], entropy[tokens], batch, recipe.algorithm, recipe.batch, recipe.sampling)
+    return policy_loss(logprobs[tokens], entropy[tokens], batch, recipe.algorithm, recipe.sampling)
 
 
 def step_of(recipe: Recipe, parts: list[list[int]]) -> tuple[float, list[float]]:
@@ -110,11 +110,7 @@ def test_tokens_without_loss_change_nothing(loss: str):
     for hidden in (0.0, 5.0):
         batch = packed([[-1.0, -2.0 - hidden], [-0.5]], [1.0, -1.0], masks=[[1, 0], [1]], dtype=torch.float64)
         logprobs = joined([[-1.1, -2.5 + hidden], [-0.7]])
-        terms.append(
-            policy_loss(
-                logprobs, torch.ones(3), batch, recipe_of(loss=loss).algorithm, BatchSettings(), SamplingSettings()
-            )
-        )
+        terms.append(policy_loss(logprobs, torch.ones(3), batch, recipe_of(loss=loss).algorithm, SamplingSettings()))
     for name, value in terms[0]._asdict().items():
         assert torch.equal(value, terms[1]._asdict()[name]), name
 

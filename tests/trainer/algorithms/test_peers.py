@@ -41,7 +41,7 @@ def test_a_loss_and_its_gradient_equal_the_peers(case: dict[str, Any]):
         dtype=torch.float64,
     )
     logprobs = column("logprobs").requires_grad_()
-    terms = policy_loss(logprobs, column("entropy"), batch, recipe.algorithm, recipe.batch, recipe.sampling)
+    terms = policy_loss(logprobs, column("entropy"), batch, recipe.algorithm, recipe.sampling)
     loss = terms.loss / terms.weight
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert loss.item() == pytest.approx(case["loss"], abs=TOLERANCE)
