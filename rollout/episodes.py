@@ -14,7 +14,8 @@ from ..comm.recipe import EnvironmentSettings
 from .engine.sequence import Completion
 from .environments.base import Episode, Messages, with_observation
 from .environments.pool import EnvironmentCall, EnvironmentPool
-from .leases import LeasedRow, RowHolder
+from .leased_row import LeasedRow
+from .leases import RowHolder
 from .user_code.host import PATIENCE
 
 

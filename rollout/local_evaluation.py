@@ -28,9 +28,8 @@ from .environments.schemas import tool_schemas
 from .environments.tokens import observation_tokens
 from .episodes import Episodes, open_episodes
 from .generators.builtin import engine_settings
-from .leases import LeasedRow
+from .leased_row import LeasedRow
 from .rewards.pool import Rewards
-from .row_writer import FinishedRow
 from .scoring import Scoring
 from .user_code.host import PATIENCE
 
@@ -107,9 +106,9 @@ class _ScoredSamples:
     def start(self) -> None:
         """Nothing runs beside the caller."""
 
-    def submit(self, row: "FinishedRow | list[StreamedRow]") -> None:
+    def submit(self, row: "LeasedRow | list[StreamedRow]") -> None:
         """Turn the report that a hub would get into a score."""
-        assert isinstance(row, FinishedRow), "first tokens are kept for a hub alone"
+        assert isinstance(row, LeasedRow), "first tokens are kept for a hub alone"
         scored = row.report([])
         assert isinstance(scored, SampleScored), "every sample is one of an evaluation"
         event = Evaluated(

@@ -29,7 +29,8 @@ from .engine.sampling import SamplingParams
 from .engine.sequence import Completion
 from .episodes import Episodes, open_episodes
 from .generators.base import Generator, open_generator
-from .leases import HeldLeases, LeasedRow
+from .leased_row import LeasedRow
+from .leases import HeldLeases
 from .load_report import LoadTotals
 from .migration.migration import Migration, MoveDeadlines
 from .migration.transport import Transfers

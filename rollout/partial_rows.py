@@ -17,7 +17,8 @@ from ..relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 from .engine.sampling import SamplingParams
 from .engine.sequence import SequencePart, SequenceState
 from .environments.base import Episode
-from .leases import HeldLeases, LeasedRow
+from .leased_row import LeasedRow
+from .leases import HeldLeases
 
 if TYPE_CHECKING:
     from .generators.base import Generator
