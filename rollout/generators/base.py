@@ -41,15 +41,28 @@ class GeneratorProfile(NamedTuple):
     prefill_s: float
 
 
-class Generator(Protocol):
+class PromptGenerator(Protocol):
+    """Generates samples of prompts."""
+
+    context: int
+    """Most tokens of prompt and response together."""
+
+    def prompt_ids(self, row: dict[str, Any]) -> list[int]:
+        """Token ids of the prompt of a data set's row."""
+        ...
+
+    def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
+        """Queue one sample of a prompt per trajectory id."""
+        ...
+
+
+class Generator(PromptGenerator, Protocol):
     """One replica of a generator with its weights; used by one thread."""
 
     can_migrate: bool
     """Whether `export_sequences` and `import_sequences` work."""
     can_stream: bool
     """Whether `responses` works, `take_weights` has older versions, and a step adds one token to a trajectory."""
-    context: int
-    """Most tokens of prompt and response together."""
     kv_capacity: int
     """Tokens that the KV cache holds."""
     kv_token_bytes: int
@@ -98,14 +111,6 @@ class Generator(Protocol):
     @property
     def kv_load(self) -> int:
         """Tokens in the KV cache."""
-        ...
-
-    def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of the prompt of a data set's row."""
-        ...
-
-    def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
-        """Queue one sample of a prompt per trajectory id."""
         ...
 
     def step(self) -> "list[Completion]":

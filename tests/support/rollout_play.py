@@ -126,7 +126,7 @@ class ManualRollout(Rollout):
         super().__init__(fleet, recipe, EngineGenerator(policy), self.rewards, deadlines)
         self.fleet = fleet
         self.max_running = 0
-        self._params = self._evaluation_params = replace(
+        self._generation.params = self._generation.evaluation_params = replace(
             PARAMS, pause_at_stop=recipe.environment.is_set, stop=recipe.sampling.stop
         )
         self.migration.profile = GeneratorProfile(16, prefill_s)
