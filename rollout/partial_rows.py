@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ..comm.messages import Lease, RowRef, RowsStreamed
 from ..relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 from .engine.sampling import SamplingParams
-from .engine.sequence import SequencePart, SequenceState
+from .engine.sequence import SequenceState
 from .environments.base import Episode
 from .leased_row import LeasedRow
 from .leases import HeldLeases
@@ -121,7 +121,7 @@ class PartialRows:
         return states
 
 
-def _streamed_row(held: LeasedRow, part: SequencePart) -> StreamedRow:
+def _streamed_row(held: LeasedRow, part: SequenceState) -> StreamedRow:
     """Versions and log-probs have one entry per token of the response; `episode` has the turns of an environment as JSON."""
     versions = held.first_versions(len(part.prompt_ids), len(part.token_ids))
     columns = {
@@ -129,7 +129,7 @@ def _streamed_row(held: LeasedRow, part: SequencePart) -> StreamedRow:
         "response_ids": np.array(part.token_ids, dtype=np.int32),
         "rollout_logprobs": np.array(part.logprobs, dtype=np.float32),
         "versions": np.array(versions, dtype=np.int32),
-        "stream": np.array([part.stream], dtype=np.int64),
+        "stream": np.array([part.key], dtype=np.int64),
     }
     if held.episode is not None:
         columns["episode"] = np.frombuffer(msgspec.json.encode(held.episode), dtype=np.uint8)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ...comm.messages.weights import WeightsPulled
     from ...comm.recipe import Recipe
     from ..engine.sampling import SamplingParams
-    from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+    from ..engine.sequence import Completion, SequenceProgress, SequenceState
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
@@ -121,8 +121,8 @@ class Generator(PromptGenerator, Protocol):
         """Every unfinished trajectory."""
         ...
 
-    def responses(self) -> "list[SequencePart]":
-        """Every unfinished trajectory, with its response so far."""
+    def responses(self) -> "list[SequenceState]":
+        """Every unfinished trajectory, with its response so far and without its cache. They stay."""
         ...
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
