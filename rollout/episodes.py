@@ -51,14 +51,12 @@ class _Start:
 class Episodes:
     """One rollout's episodes; called by its loop between two steps of the generator."""
 
-    def __init__(
-        self, generator: object, leases: RowHolder, pool: EnvironmentPool, settings: EnvironmentSettings
-    ) -> None:
+    def __init__(self, generator: object, leases: RowHolder, settings: EnvironmentSettings) -> None:
         if not isinstance(generator, PausingGenerator):
             raise SettingError("environment: this rollout.engine cannot pause trajectories; see docs/use/service.md")
         self._generator: Any = generator
         self._leases = leases
-        self._pool = pool
+        self._pool = EnvironmentPool(settings)
         self._max_turns = settings.max_turns
         self._calls: dict[int, EnvironmentCall] = {}
         """Open calls, by trajectory."""
@@ -188,8 +186,3 @@ class Episodes:
         tokens = state.prompt_ids, state.token_ids, state.logprobs
         held.completion = Completion(held.row_id.number, *tokens, reason, held.episode.completions[-1])
         return held.completion
-
-
-def open_episodes(settings: EnvironmentSettings, generator: object, leases: RowHolder) -> Episodes | None:
-    """The episodes of a rollout, or None if its trajectories have one turn."""
-    return Episodes(generator, leases, EnvironmentPool(settings), settings) if settings.is_set else None

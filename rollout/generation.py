@@ -12,7 +12,7 @@ from ..comm.messages import GroupId
 from ..comm.recipe import Recipe
 from .engine.sampling import SamplingParams
 from .engine.sequence import Completion
-from .episodes import open_episodes
+from .episodes import Episodes
 from .generators.base import PromptGenerator
 from .leased_row import LeasedRow
 from .leases import RowHolder
@@ -36,7 +36,7 @@ class Generation:
         """version: that of the generator's weights. drops_long: a prompt that fills the context does not end the run."""
         self.params = SamplingParams(**asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)
         self.evaluation_params = replace(self.params, temperature=recipe.eval.temperature)
-        self.episodes = open_episodes(recipe.environment, generator, leases)
+        self.episodes = Episodes(generator, leases, recipe.environment) if recipe.environment.is_set else None
         """None if trajectories have one turn."""
         self.num_drawn = 0
         """Tokens that the policy has drawn here for the trajectories that have ended."""
