@@ -16,6 +16,7 @@ from ..comm.messages import GroupId, RowId, SampleScored
 from ..comm.recipe import Recipe
 from ..relay.dataset.rows import row_problem
 from ..relay.journal.evaluation_metrics import evaluation_metrics
+from ..relay.journal.evaluations import score_of
 from ..relay.journal.events import Evaluated, EvaluationBegun
 from ..relay.queue.evaluation_prompts import EvaluationPrompts
 from ..trainer.policy.model import default_device, load_policy, load_tokenizer
@@ -109,15 +110,8 @@ class _ScoredSamples:
         assert isinstance(row, LeasedRow), "first tokens are kept for a hub alone"
         scored = row.report([])
         assert isinstance(scored, SampleScored), "every sample is one of an evaluation"
-        event = Evaluated(
-            row=scored.row,
-            reward=scored.reward or 0.0,
-            num_tokens=scored.num_tokens,
-            is_truncated=scored.is_truncated,
-            failure=scored.failure or ("no reward" if scored.reward is None else ""),
-        )
         place = self._prompts.place(scored.row.group)
-        self.new.append(ScoredSample(*place, event, scored.text, row.info.get("metrics", {})))
+        self.new.append(ScoredSample(*place, score_of(scored), scored.text, row.info.get("metrics", {})))
 
     def close(self) -> None:
         """Nothing is open."""
