@@ -34,7 +34,6 @@ from .scoring import Scoring
 if TYPE_CHECKING:
     from .engine.sequence import Completion
     from .environments.base import Episode, Messages
-    from .partial_rows import StreamedRow
 
 MOST_RUNNING = 256
 """Most samples that are decoded together; more hardly make a device faster."""
@@ -102,19 +101,12 @@ class _ScoredSamples:
         self.new: list[ScoredSample] = []
         self._prompts = prompts
 
-    def start(self) -> None:
-        """Nothing runs beside the caller."""
-
-    def submit(self, row: "LeasedRow | list[StreamedRow]") -> None:
+    def submit(self, row: LeasedRow) -> None:
         """Turn the report that a hub would get into a score."""
-        assert isinstance(row, LeasedRow), "first tokens are kept for a hub alone"
         scored = row.report([])
         assert isinstance(scored, SampleScored), "every sample is one of an evaluation"
         place = self._prompts.place(scored.row.group)
         self.new.append(ScoredSample(*place, score_of(scored), scored.text, row.info.get("metrics", {})))
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class LocalEvaluation:

@@ -17,13 +17,19 @@ from .partial_rows import StreamedRow, write_streamed
 POLL_S = 0.05
 
 
-class Writer(Protocol):
-    """Takes finished trajectories, and the first tokens of unfinished ones."""
+class RowSink(Protocol):
+    """Takes finished trajectories."""
 
     @property
     def backlog(self) -> int:
         """Items that are not written yet."""
         ...
+
+    def submit(self, row: LeasedRow) -> None: ...
+
+
+class Writer(RowSink, Protocol):
+    """Takes the first tokens of unfinished trajectories too."""
 
     def start(self) -> None: ...
 

@@ -8,7 +8,7 @@ from ..comm.recipe import RewardSettings
 from .engine.sequence import Completion
 from .leased_row import LeasedRow
 from .leases import RowHolder
-from .row_writer import Writer
+from .row_writer import RowSink
 
 if TYPE_CHECKING:
     from .rewards.pool import Rewards
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Scoring:
     """Takes finished trajectories; used by a loop between two steps of the generator."""
 
-    def __init__(self, rewards: "Rewards", settings: RewardSettings, leases: RowHolder, row_writer: Writer) -> None:
+    def __init__(self, rewards: "Rewards", settings: RewardSettings, leases: RowHolder, row_writer: RowSink) -> None:
         self._rewards = rewards
         self._has_function = bool(settings.path)
         self._leases = leases
