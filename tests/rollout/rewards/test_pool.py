@@ -488,9 +488,7 @@ def test_samples_that_are_submitted_together_come_in_one_call_even_after_a_failu
     while len(done) < 9 and time.monotonic() < deadline:
         done += rewards.finished()
         time.sleep(0.005)
-    by_group = {
-        number: {item.reward for item in done if item.row_id.group.prompt == number} for number in range(3)
-    }
+    by_group = {number: {item.reward for item in done if item.row_id.group.prompt == number} for number in range(3)}
     assert by_group[0] == {None} and all(reward and reward % 3 == 0 for n in (1, 2) for reward in by_group[n])
 
 
