@@ -6,8 +6,8 @@ enters the queue.
 
 import json
 
-from ...comm.messages import SampleScored
 from ...comm.messages.base import GroupId
+from ...comm.messages.leases import SampleScored
 from . import events as ev
 from .evaluation_metrics import evaluation_metrics
 from .records import EvaluationLog, Group, Row, RowStatus
