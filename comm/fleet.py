@@ -44,7 +44,7 @@ _LEAVE_S = 5.0
 
 
 class Fleet(ABC):
-    """One member's view of the run. `Fleet.join` connects to the store; tests have a counterpart within one process."""
+    """One member's view of the run. `StoreFleet.join` connects to the store; tests have a counterpart within one process."""
 
     def __init__(
         self,
@@ -64,13 +64,6 @@ class Fleet(ABC):
         self.settings = settings
         self._secret = secret
         self._tls = tls
-
-    @staticmethod
-    def join(
-        store_address: str, role: str, index: int, secret: bytes, info: Mapping[str, str], settings: CommSettings
-    ) -> "StoreFleet":
-        """Join the run whose store is at `store_address`; raises `StoreGone`."""
-        return StoreFleet.start(store_address, role, index, secret, info, settings)
 
     @property
     @abstractmethod
@@ -135,7 +128,7 @@ class Fleet(ABC):
 
 
 class StoreFleet(Fleet):
-    """Membership on the run's store, from `start` to `leave`. Raises `StoreGone`."""
+    """Membership on the run's store, from `join` to `leave`. Raises `StoreGone`."""
 
     def __init__(
         self,
@@ -157,7 +150,7 @@ class StoreFleet(Fleet):
         self._has_left = False
 
     @classmethod
-    def start(
+    def join(
         cls,
         store_address: str,
         role: str,

@@ -12,7 +12,6 @@ from typing import Protocol
 from ..comm import threads
 from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet
-from ..comm.links.opening import staging_of
 from ..comm.mailbox import Mailbox
 from ..comm.messages import (
     BusyReport,
@@ -47,7 +46,7 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
     segment = Segment.inherited()
     unit = fleet.host_rows()
     weights = WeightServer(fleet, segment, recipe.comm).start()
-    fleet.announce(unit=unit.address, segment=segment.path, staging=staging_of(recipe.comm))
+    fleet.announce(unit=unit.address, segment=segment.path)
     serve_rows(fleet, Path(recipe.run.dir), mailbox, unit)
     weights.close()
     segment.close()

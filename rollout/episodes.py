@@ -14,7 +14,8 @@ from ..comm.recipe import EnvironmentSettings
 from .engine.sequence import Completion
 from .environments.base import Episode, Messages, with_observation
 from .environments.pool import EnvironmentCall, EnvironmentPool
-from .leases import LeasedRow, RowHolder
+from .leased_row import LeasedRow
+from .leases import RowHolder
 from .user_code.host import PATIENCE
 
 
@@ -50,14 +51,12 @@ class _Start:
 class Episodes:
     """One rollout's episodes; called by its loop between two steps of the generator."""
 
-    def __init__(
-        self, generator: object, leases: RowHolder, pool: EnvironmentPool, settings: EnvironmentSettings
-    ) -> None:
+    def __init__(self, generator: object, leases: RowHolder, settings: EnvironmentSettings) -> None:
         if not isinstance(generator, PausingGenerator):
             raise SettingError("environment: this rollout.engine cannot pause trajectories; see docs/use/service.md")
         self._generator: Any = generator
         self._leases = leases
-        self._pool = pool
+        self._pool = EnvironmentPool(settings)
         self._max_turns = settings.max_turns
         self._calls: dict[int, EnvironmentCall] = {}
         """Open calls, by trajectory."""
@@ -187,8 +186,3 @@ class Episodes:
         tokens = state.prompt_ids, state.token_ids, state.logprobs
         held.completion = Completion(held.row_id.number, *tokens, reason, held.episode.completions[-1])
         return held.completion
-
-
-def open_episodes(settings: EnvironmentSettings, generator: object, leases: RowHolder) -> Episodes | None:
-    """The episodes of a rollout, or None if its trajectories have one turn."""
-    return Episodes(generator, leases, EnvironmentPool(settings), settings) if settings.is_set else None

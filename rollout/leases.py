@@ -2,89 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from ..comm.clock import REAL_TIME, Clock
-from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, PromptRefused, RowId
-from .engine.sequence import Completion
-from .environments.base import Episode
+from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, PromptRefused
+from .leased_row import LeasedRow
 
 if TYPE_CHECKING:
     from ..comm.mailbox import Mailbox
     from .pacing import RolloutPacing
 
 REPEAT_S = 2.0
-
-
-@dataclass(slots=True)
-class LeasedRow:
-    """A trajectory that this rollout has the lease of."""
-
-    row_id: RowId
-    attempt: int
-    version: int
-    """The version that drew its first token."""
-    row: dict[str, Any]
-    completion: Completion | None = None
-    switches: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens of prompt and response so far, new version) at each change of the weights."""
-    claim_id: int = 0
-    """The unanswered claim of its lease (see rollout/migration); 0 if the lease is certain."""
-    num_kept: int = 0
-    """Tokens of the response that an earlier holder drew before it died."""
-    episode: Episode | None = None
-    """Its turns, if it has an environment."""
-
-    @property
-    def num_drawn(self) -> int:
-        """Tokens of the finished response that the policy has drawn here."""
-        if self.completion is None:
-            return 0
-        inserted = 0 if self.episode is None else self.episode.num_inserted(start=self.num_kept)
-        return len(self.completion.token_ids) - self.num_kept - inserted
-
-    @property
-    def episode_reward(self) -> float:
-        """The reward that its environment gave, 0 without one."""
-        return 0.0 if self.episode is None else self.episode.reward
-
-    def token_versions(self) -> list[int]:
-        """The version that drew each token of the finished response."""
-        done = self.completion
-        return [] if done is None else self.first_versions(len(done.prompt_ids), len(done.token_ids))
-
-    def drawn_by(self) -> set[int]:
-        """The versions that drew a token of the finished response."""
-        if self.completion is None:
-            return set()
-        num_prompt = len(self.completion.prompt_ids)
-        end = len(self.completion.token_ids)
-        versions = [self.version]
-        starts = [0]
-        for position, version in self.switches:
-            versions.append(version)
-            starts.append(position - num_prompt)
-        spans = zip(versions, starts, [*starts[1:], end], strict=True)
-        return {version for version, first, last in spans if first < min(last, end)}
-
-    def first_versions(self, num_prompt: int, num_tokens: int) -> list[int]:
-        """The version that drew each of the first `num_tokens` tokens of the response to a prompt of `num_prompt` tokens."""
-        versions = [self.version] * num_tokens
-        for position, version in self.switches:
-            first = position - num_prompt
-            versions[first:] = [version] * (num_tokens - first)
-        return versions
-
-    def keep(self, num_prompt: int, versions: Sequence[int]) -> None:
-        """Continue another holder's response: `versions` drew its first tokens, and this row's version draws the next."""
-        pairs = zip((None, *versions), (*versions, self.version), strict=True)
-        starts = [(num_prompt + at, new) for at, (old, new) in enumerate(pairs) if old != new]
-        self.version = starts[0][1]
-        self.switches = starts[1:]
-        self.num_kept = len(versions)
 
 
 class RowHolder(Protocol):

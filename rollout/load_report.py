@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LoadTotals:
-    """Totals of a rollout since it started; tokens that its policy drew, and seconds."""
+    """Totals of a rollout since it started, in seconds."""
 
-    tokens: int = 0
     busy_s: float = 0.0
     idle_s: float = 0.0
     pull_s: float = 0.0
@@ -77,13 +76,14 @@ class LoadTotals:
             "trajectory_s": trajectory_s, "token_s": token_s,
         }  # fmt: skip
 
-    def report(self, generator: "Generator", migration: "Migration") -> LoadReport:
+    def report(self, generator: "Generator", migration: "Migration", tokens: int) -> LoadReport:
+        """tokens: those that the policy has drawn."""
         return LoadReport(
             version=generator.weights.version,
             num_running=generator.num_running,
             num_waiting=generator.num_waiting,
             kv_util=generator.kv_load / generator.kv_capacity,
-            tokens=self.tokens,
+            tokens=tokens,
             busy_s=self.busy_s,
             idle_s=self.idle_s,
             pull_s=self.pull_s,

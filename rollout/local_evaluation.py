@@ -4,10 +4,9 @@ Episodes, rewards and metrics are those of a rollout. In place of leases from a 
 of rows for a trainer there are scores.
 """
 
-import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,27 +16,24 @@ from ..comm.messages import GroupId, RowId, SampleScored
 from ..comm.recipe import Recipe
 from ..relay.dataset.rows import row_problem
 from ..relay.journal.evaluation_metrics import evaluation_metrics
+from ..relay.journal.evaluations import score_of
 from ..relay.journal.events import Evaluated, EvaluationBegun
 from ..relay.queue.evaluation_prompts import EvaluationPrompts
 from ..trainer.policy.model import default_device, load_policy, load_tokenizer
 from .engine.chat_template import prompt_tokens
 from .engine.engine import Engine
 from .engine.memory import available_memory, sequences_that_fit
-from .engine.sampling import SamplingParams
 from .environments.schemas import tool_schemas
 from .environments.tokens import observation_tokens
-from .episodes import Episodes, open_episodes
+from .generation import Generation
 from .generators.builtin import engine_settings
-from .leases import LeasedRow
+from .leased_row import LeasedRow
 from .rewards.pool import Rewards
-from .row_writer import FinishedRow
 from .scoring import Scoring
-from .user_code.host import PATIENCE
 
 if TYPE_CHECKING:
     from .engine.sequence import Completion
     from .environments.base import Episode, Messages
-    from .partial_rows import StreamedRow
 
 MOST_RUNNING = 256
 """Most samples that are decoded together; more hardly make a device faster."""
@@ -57,8 +53,9 @@ class LocalGenerator(Engine):
         self._data = recipe.data
         self._tools = tool_schemas(recipe.environment)
         policy = load_policy(recipe.model.path, recipe.model.compute_type, default_device())
+        self.context = policy.context
         if max_running is None:
-            num_tokens = min(self._length(recipe, longest, policy.context), policy.context)
+            num_tokens = min(self._length(recipe, longest), policy.context)
             memory = available_memory(policy.device, recipe.generator.gpu_share)
             max_running = min(sequences_that_fit(policy, num_tokens, memory), most, MOST_RUNNING)
         self.max_running = max_running
@@ -72,14 +69,14 @@ class LocalGenerator(Engine):
         """Token ids that follow the newest turn of an episode."""
         return observation_tokens(episode, observation, self._tokenizer, self._data, self._tools)
 
-    def _length(self, recipe: Recipe, longest: Any, context: int) -> int:
+    def _length(self, recipe: Recipe, longest: Any) -> int:
         """Most tokens of a sample: all of the context where an environment adds to it."""
         if recipe.environment.is_set:
-            return context
+            return self.context
         try:
             return len(self.prompt_ids({"prompt": longest})) + recipe.sampling.max_new_tokens
         except UnusablePrompt:
-            return context
+            return self.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +101,12 @@ class _ScoredSamples:
         self.new: list[ScoredSample] = []
         self._prompts = prompts
 
-    def start(self) -> None:
-        """Nothing runs beside the caller."""
-
-    def submit(self, row: "FinishedRow | list[StreamedRow]") -> None:
+    def submit(self, row: LeasedRow) -> None:
         """Turn the report that a hub would get into a score."""
-        assert isinstance(row, FinishedRow), "first tokens are kept for a hub alone"
         scored = row.report([])
         assert isinstance(scored, SampleScored), "every sample is one of an evaluation"
-        event = Evaluated(
-            row=scored.row,
-            reward=scored.reward or 0.0,
-            num_tokens=scored.num_tokens,
-            is_truncated=scored.is_truncated,
-            failure=scored.failure or ("no reward" if scored.reward is None else ""),
-        )
         place = self._prompts.place(scored.row.group)
-        self.new.append(ScoredSample(*place, event, scored.text, row.info.get("metrics", {})))
-
-    def close(self) -> None:
-        """Nothing is open."""
+        self.new.append(ScoredSample(*place, score_of(scored), scored.text, row.info.get("metrics", {})))
 
 
 class LocalEvaluation:
@@ -137,8 +120,6 @@ class LocalEvaluation:
     ) -> None:
         self.held: dict[int, LeasedRow] = {}
         """Samples under way, by `RowId.number`."""
-        sampling = SamplingParams(**msgspec.structs.asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)
-        self._params = replace(sampling, temperature=recipe.eval.temperature)
         self._begun = EvaluationBegun(
             number=0, version=version, due=version, num_prompts=prompts.num_prompts, samples=recipe.eval.samples,
             threshold=recipe.eval.threshold,
@@ -148,9 +129,7 @@ class LocalEvaluation:
         self._generator = generator
         self._scored = _ScoredSamples(prompts)
         self._scoring = Scoring(rewards, recipe.reward, self, self._scored)
-        self._episodes = open_episodes(recipe.environment, generator, self)
-        self._patience: float = PATIENCE
-        """Prompts of environments that the template may refuse before it has accepted one; any number from then on."""
+        self._generation = Generation(generator, self._scoring, recipe, self, lambda: version, drops_long=True)
         self._scores: dict[RowId, Evaluated] = {}
         self.num_samples = self._begun.samples * sum(prompts.num_prompts.values())
         functions = recipe.reward.functions
@@ -160,12 +139,10 @@ class LocalEvaluation:
 
     def turns(self) -> Iterator[list[ScoredSample]]:
         """Do the work until every sample has ended: the samples that each turn has ended, often none. Raises `SettingError` if a reward or an environment never works."""
-        if self._episodes is not None:
-            self._episodes.start()
+        self._generation.start()
         while len(self._scores) < self.num_samples:
             self._begin_prompts()
-            if self._episodes is not None:
-                self._advance(self._episodes)
+            self._generation.advance()
             self._generate()
             self._scoring.advance()
             yield self._take_scored()
@@ -187,9 +164,7 @@ class LocalEvaluation:
 
     def close(self) -> None:
         """End the processes of rewards and environments."""
-        self._scoring.close()
-        if self._episodes is not None:
-            self._episodes.close()
+        self._generation.close()
 
     def _take_scored(self) -> list[ScoredSample]:
         found = self._scored.new
@@ -202,8 +177,8 @@ class LocalEvaluation:
 
     def _begin_prompts(self) -> None:
         """Begin prompts while the engine, the environments and the rewards have room for more."""
-        num_starting = 0 if self._episodes is None else self._episodes.num_starting
-        room = self._generator.max_running - self.num_decoding - num_starting - self._scoring.backlog
+        busy = self.num_decoding + self._generation.num_starting + self._scoring.backlog
+        room = self._generator.max_running - busy
         while room > 0 and (index := next(self._wanted, None)) is not None:
             self._begin(GroupId(0, index, is_evaluation=True))
             room -= self._begun.samples
@@ -214,45 +189,9 @@ class LocalEvaluation:
         data = {} if problem else msgspec.json.decode(content)
         rows = [LeasedRow(group.row(sample), 1, self._begun.version, data) for sample in range(self._begun.samples)]
         self.held |= {held.row_id.number: held for held in rows}
+        problem = f"its row {problem}" if problem else self._generation.begin(rows)
         if problem:
-            self._fail(rows, f"its row {problem}")
-        elif self._episodes is not None:
-            self._episodes.reset(rows)
-        else:
-            self._generate_from(rows, data)
-
-    def _generate_from(self, rows: list[LeasedRow], data: dict[str, Any]) -> None:
-        """Queue the samples of a prompt, which may have an environment's words at its end."""
-        try:
-            tokens = self._generator.prompt_ids(data)
-        except UnusablePrompt as error:
-            self._patience -= self._episodes is not None
-            if not self._patience:
-                raise  # the fault is the template's
-            self._fail(rows, str(error))
-            return
-        self._patience = math.inf
-        context = self._generator.policy.context
-        if 0 < len(tokens) < context:
-            self._generator.add_group(tokens, self._params, [held.row_id.number for held in rows])
-        else:
-            self._fail(rows, f"the prompt has {len(tokens)} tokens, and the context of the policy is {context}")
-
-    def _fail(self, rows: Sequence[LeasedRow], problem: str) -> None:
-        for held in rows:
-            self._scoring.fail(held, problem)
-
-    def _advance(self, episodes: Episodes) -> None:
-        """Begin and end what the environments have answered."""
-        started, ended = episodes.advance()
-        for rows in started:
-            assert rows[0].episode is not None
-            self._generate_from(rows, {**rows[0].row, "prompt": rows[0].episode.prompt})
-        for held, completion, failure in ended:
-            if completion is None:
-                self._scoring.fail(held, failure)
-            else:
-                self._scoring.score(held, completion, failure)
+            self._generation.fail(rows, problem)
 
     def _generate(self) -> None:
         """A step of the engine; a moment of rest where nothing decodes."""
@@ -260,9 +199,4 @@ class LocalEvaluation:
         completions: list[Completion] = [] if engine.idle else engine.step()
         if not (completions or engine.num_running):
             time.sleep(POLL_S)
-        for completion in completions:
-            held = self.held[completion.trajectory_id]
-            if self._episodes is not None and self._episodes.end_turn(held, completion):
-                continue
-            failure = "the policy's logits are not finite" if completion.finish_reason == "error" else ""
-            self._scoring.score(held, completion, failure)
+        self._generation.end(completions)

@@ -6,15 +6,9 @@ the hub wake it. One version generates a trajectory from its first token to its 
 """
 
 import logging
-import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from msgspec.structs import asdict
 
 from ..comm.clock import REAL_TIME, Clock
-from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.mailbox import Envelope
@@ -25,11 +19,10 @@ from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.schedules import schedule_of
 from ..relay.weights.slots import VersionNotAvailable
-from .engine.sampling import SamplingParams
-from .engine.sequence import Completion
-from .episodes import Episodes, open_episodes
+from .generation import Generation
 from .generators.base import Generator, open_generator
-from .leases import HeldLeases, LeasedRow
+from .leased_row import LeasedRow
+from .leases import HeldLeases
 from .load_report import LoadTotals
 from .migration.migration import Migration, MoveDeadlines
 from .migration.transport import Transfers
@@ -38,7 +31,6 @@ from .partial_rows import PartialRows
 from .rewards.pool import Rewards, open_rewards
 from .row_writer import RowWriter, Writer
 from .scoring import Scoring
-from .user_code.host import PATIENCE
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +58,6 @@ class Rollout:
         """The number of trajectories up to which it requests leases."""
         self._fleet = fleet
         self._recipe = recipe
-        self._params = SamplingParams(**asdict(recipe.sampling), pause_at_stop=recipe.environment.is_set)
-        self._evaluation_params = replace(self._params, temperature=recipe.eval.temperature)
         self._mailbox = fleet.open_mailbox(fleet.name)
         self._pacing = RolloutPacing.of(
             schedule_of(recipe.run, recipe.rollout), recipe.batch.prompts_per_step, recipe.num_replicas
@@ -81,12 +71,13 @@ class Rollout:
         self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
         self._scoring = Scoring(rewards, recipe.reward, self.leases, self._row_writer)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
-        self.episodes = open_episodes(recipe.environment, generator, self.leases)
+        self._generation = Generation(
+            generator, self._scoring, recipe, self.leases, lambda: generator.weights.version,
+            drops_long=recipe.data.too_long == "drop",
+        )  # fmt: skip
         self.migration = Migration(
             fleet, self._mailbox, generator, self.leases, recipe, self._trace, deadlines, transfers
         )
-        self._refusals_left: float = PATIENCE
-        """Prompts of environments that the template may refuse before it has accepted one; any number from then on."""
         self._is_stopped = False
         self._totals = LoadTotals()
 
@@ -102,15 +93,14 @@ class Rollout:
         """Wait for a storage unit, and start the thread that writes finished rows."""
         self._fleet.nearest("relay", having="unit")
         self._row_writer.start()
-        if self.episodes is not None:
-            self.episodes.start()
+        self._generation.start()
 
     def step(self) -> None:
         """One turn of the loop: messages, moves, weights, leases, a step of the generator, finished rows, a report."""
         self._totals.end_idle(self._clock.now())
         self._read_messages()
         self.migration.advance()
-        has_turns = self.episodes is not None and self._advance(self.episodes)
+        has_turns = self._generation.advance()
         self._request_leases(self._update_weights())
         self._generate()
         self._scoring.advance()
@@ -124,9 +114,7 @@ class Rollout:
         if self.leases.can_continue and (rows := self._partial_rows.all()):
             self._row_writer.submit(rows)
         self._row_writer.close()
-        self._scoring.close()
-        if self.episodes is not None:
-            self.episodes.close()
+        self._generation.close()
         held = self.leases.held_rows(*self.migration.held())
         self.migration.close()
         self._mailbox.send("hub", held)
@@ -217,79 +205,27 @@ class Rollout:
             self.handle(envelope)
 
     def _start_group(self, lease: Lease, fresh: list[LeasedRow]) -> None:
-        params = self._evaluation_params if lease.group.is_evaluation else self._params
-        begun = self._partial_rows.begun(lease, fresh, params)
+        begun = self._partial_rows.begun(lease, fresh, self._generation.params_of(lease.group))
         if begun:
             self.generator.import_sequences(begun)
         continued = {state.trajectory_id for state in begun}
         rows = [held for held in fresh if held.row_id.number not in continued]
-        if self.episodes is not None:
-            self.episodes.reset(rows)
-        elif rows:
-            self._generate_from(rows, rows[0].row)
-
-    def _generate_from(self, rows: list[LeasedRow], data: dict[str, Any]) -> None:
-        """Generate a sample for each of `rows`, of one group, from the prompt of a row of the data set."""
-        group = rows[0].row_id.group
-        context = self.generator.context
-        try:
-            tokens = self.generator.prompt_ids(data)
-        except UnusablePrompt as error:
-            self._refusals_left -= self.episodes is not None
-            if not self._refusals_left:
-                raise  # the fault is the template's: these prompts are not dropped, so the run would not end
-            self._refuse(rows, str(error))
+        if not rows or not (problem := self._generation.begin(rows)):
             return
-        self._refusals_left = math.inf
-        if not tokens:
-            self._refuse(rows, f"prompt {group.prompt} has no tokens")
-            return
-        if len(tokens) < context:
-            params = self._evaluation_params if group.is_evaluation else self._params
-            self.generator.add_group(tokens, params, [held.row_id.number for held in rows])
-            return
-        problem = f"prompt {group.prompt} has {len(tokens)} tokens, the context of the policy is {context}"
-        if self._recipe.data.too_long == "error":
-            raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
-        self._refuse(rows, problem)
-
-    def _refuse(self, rows: list[LeasedRow], problem: str) -> None:
-        """End the rows of a prompt that cannot be used: for good, unless an environment made it or it is one of an evaluation."""
-        if self.episodes is None and not rows[0].row_id.is_evaluation:
+        if lease.group.is_evaluation:
+            self._generation.fail(rows, problem)
+        else:
             self.leases.refuse_prompt(rows, problem)
-            return
-        for held in rows:
-            self._scoring.fail(held, problem)
-
-    def _advance(self, episodes: Episodes) -> bool:
-        """Begin and end what the environments have answered; returns whether turns have begun."""
-        num_begun = episodes.num_begun
-        started, ended = episodes.advance()
-        for rows in started:
-            assert rows[0].episode is not None
-            for held in rows:  # a version may have come out during the reset
-                held.version = self.generator.weights.version
-            self._generate_from(rows, {**rows[0].row, "prompt": rows[0].episode.prompt})
-        for held, completion, failure in ended:
-            if completion is None:
-                self._scoring.fail(held, failure)
-            else:
-                self._score(held, completion, failure)
-        return episodes.num_begun > num_begun
-
-    @property
-    def _num_starting(self) -> int:
-        return 0 if self.episodes is None else self.episodes.num_starting
 
     @property
     def _is_idle(self) -> bool:
         """Whether no trajectory is unfinished here."""
-        return self.generator.idle and not self._num_starting
+        return self.generator.idle and not self._generation.num_starting
 
     def _request_leases(self, is_outdated: bool) -> None:
         if self._is_idle:
             self.leases.drained()
-        busy = self.generator.num_running + self.generator.num_waiting + self._num_starting
+        busy = self.generator.num_running + self.generator.num_waiting + self._generation.num_starting
         # Where rewards or writes are the slowest part, more trajectories would wait for them and get old.
         room = self._pacing.free_slots(self.max_running, busy + self._scoring.backlog)
         self.leases.ask(self.generator.weights.version, room, is_outdated=is_outdated)
@@ -300,34 +236,23 @@ class Rollout:
         self._trace.enter("idle" if self.generator.idle else "generate", version=self.generator.weights.version)
         if self.generator.idle:
             self._totals.idle_since = started
-            self._read_messages(ENVIRONMENT_POLL_S if self._num_starting else IDLE_S)
+            self._read_messages(ENVIRONMENT_POLL_S if self._generation.num_starting else IDLE_S)
             return
         completions = self._totals.step(self.generator, self._clock, self.migration.batch_bound)
-        if self.episodes is not None and not (completions or self.generator.num_running):
+        if self._generation.episodes is not None and not (completions or self.generator.num_running):
             self._trace.enter("idle", version=self.generator.weights.version)
             self._totals.idle_since = started
             self._read_messages(ENVIRONMENT_POLL_S)
             return
-        for completion in completions:
-            held = self.leases.held.get(completion.trajectory_id)
-            if self.episodes is not None and self.episodes.end_turn(held, completion):
-                continue
-            if held is None:
-                continue  # another rollout got the lease before it finished
-            failure = "the policy's logits are not finite" if completion.finish_reason == "error" else ""
-            self._score(held, completion, failure)
+        self._generation.end(completions)
         self._totals.busy_s += self._clock.now() - started
-
-    def _score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
-        self._scoring.score(held, completion, failure)
-        self._totals.tokens += held.num_drawn
 
     def _report(self) -> None:
         now = self._clock.now()
         if now - self._totals.reported_at < self._recipe.repack.period_s / 2:
             return
         self._totals.reported_at = now
-        load = self._totals.report(self.generator, self.migration)
+        load = self._totals.report(self.generator, self.migration, self._generation.num_drawn)
         recomputed = self.generator.num_recomputed
         self._mailbox.send("hub", load)
         counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}

@@ -10,59 +10,31 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ..comm.messages import Lease, RowId, RowsStreamed
+from ..comm.messages import Lease, RowRef, RowsStreamed
 from ..relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 from .engine.sampling import SamplingParams
-from .engine.sequence import SequencePart, SequenceState
+from .engine.sequence import SequenceState
 from .environments.base import Episode
-from .leases import HeldLeases, LeasedRow
+from .leased_row import LeasedRow
+from .leases import HeldLeases
 
 if TYPE_CHECKING:
     from .generators.base import Generator
 
 
 class StreamedRow(NamedTuple):
-    """The first tokens of one trajectory, with the random stream of the next ones."""
+    """The first tokens of one trajectory, which no unit has yet."""
 
-    row_id: RowId
-    attempt: int
-    stream: int
-    prompt_ids: np.ndarray
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    episode: np.ndarray
-    """Its turns as JSON, uint8; empty if it has no environment."""
-
-    @property
-    def key(self) -> str:
-        return self.row_id.partial_key(self.attempt)
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """Versions and log-probs have one entry per token of the response."""
-        return {
-            **({"episode": self.episode} if len(self.episode) else {}),
-            "prompt_ids": self.prompt_ids,
-            "response_ids": self.token_ids,
-            "rollout_logprobs": self.logprobs,
-            "versions": self.versions,
-            "stream": np.array([self.stream], dtype=np.int64),
-        }
+    ref: RowRef
+    columns: dict[str, np.ndarray]
 
 
 def write_streamed(rows: list[StreamedRow], storage: ReplicatedRows) -> RowsStreamed | None:
     """Replace the stored first tokens; returns the report to the hub, or None if no unit accepts them now."""
-    units = storage.try_put_rows({row.key: row.columns() for row in rows})
-    if units is None:
-        return None
-    return RowsStreamed(
-        rows=[row.row_id for row in rows],
-        attempts=[row.attempt for row in rows],
-        versions=[int(row.versions.min()) for row in rows],
-        num_tokens=[len(row.token_ids) for row in rows],
-        storage_ids=units,
-    )
+    units = storage.try_put_rows({row.ref.key: row.columns for row in rows})
+    return None if units is None else RowsStreamed([replace(row.ref, storage_ids=units) for row in rows])
 
 
 @dataclass(slots=True)
@@ -124,10 +96,10 @@ class PartialRows:
         may mix: a writer that counted as dead may have replaced the bytes since.
         """
         may_mix = self._leases.mixes_versions and not lease.group.is_evaluation
-        refs = {partial.sample: partial for partial in lease.partials}
+        refs = {ref.row: ref for ref in lease.partials}
         states: list[SequenceState] = []
         for held in fresh:
-            if (ref := refs.get(held.row_id.sample)) is None:
+            if (ref := refs.get(held.row_id)) is None:
                 continue
             try:
                 columns = self._storage.get_row(ref.key, ref.storage_ids)
@@ -149,14 +121,17 @@ class PartialRows:
         return states
 
 
-def _streamed_row(held: LeasedRow, part: SequencePart) -> StreamedRow:
-    return StreamedRow(
-        held.row_id,
-        held.attempt,
-        part.stream,
-        np.array(part.prompt_ids, dtype=np.int32),
-        np.array(part.token_ids, dtype=np.int32),
-        np.array(part.logprobs, dtype=np.float32),
-        np.array(held.first_versions(len(part.prompt_ids), len(part.token_ids)), dtype=np.int32),
-        np.frombuffer(msgspec.json.encode(held.episode) if held.episode else b"", dtype=np.uint8),
-    )
+def _streamed_row(held: LeasedRow, part: SequenceState) -> StreamedRow:
+    """Versions and log-probs have one entry per token of the response; `episode` has the turns of an environment as JSON."""
+    versions = held.first_versions(len(part.prompt_ids), len(part.token_ids))
+    columns = {
+        "prompt_ids": np.array(part.prompt_ids, dtype=np.int32),
+        "response_ids": np.array(part.token_ids, dtype=np.int32),
+        "rollout_logprobs": np.array(part.logprobs, dtype=np.float32),
+        "versions": np.array(versions, dtype=np.int32),
+        "stream": np.array([part.key], dtype=np.int64),
+    }
+    if held.episode is not None:
+        columns["episode"] = np.frombuffer(msgspec.json.encode(held.episode), dtype=np.uint8)
+    ref = RowRef(held.row_id, held.attempt, [], min(versions), len(versions), is_partial=True)
+    return StreamedRow(ref, columns)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from ..comm.messages import GroupId
 from ..comm.recipe import RewardSettings
 from .engine.sequence import Completion
-from .leases import LeasedRow, RowHolder
-from .row_writer import FinishedRow, Writer
+from .leased_row import LeasedRow
+from .leases import RowHolder
+from .row_writer import RowSink
 
 if TYPE_CHECKING:
     from .rewards.pool import Rewards
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 class Scoring:
     """Takes finished trajectories; used by a loop between two steps of the generator."""
 
-    def __init__(self, rewards: "Rewards", settings: RewardSettings, leases: RowHolder, row_writer: Writer) -> None:
+    def __init__(self, rewards: "Rewards", settings: RewardSettings, leases: RowHolder, row_writer: RowSink) -> None:
         self._rewards = rewards
         self._has_function = bool(settings.path)
         self._leases = leases
         self._row_writer = row_writer
         self._groups = WholeGroups(leases.held) if settings.batch == "group" else None
-        self._scored: list[FinishedRow] = []
+        self._scored: list[LeasedRow] = []
 
     @property
     def backlog(self) -> int:
@@ -32,20 +33,22 @@ class Scoring:
     def score(self, held: LeasedRow, completion: Completion, failure: str = "") -> None:
         """Ask for the reward of a trajectory that has ended, unless its environment has given it."""
         held.completion = completion
-        row = FinishedRow(held, completion.text, failure=failure)
+        held.response = completion.text
+        held.failure = failure
         if held.episode is not None:
-            row.response = held.episode.response()
-            row.reward = None if self._has_function or failure else 0.0
-        if failure or row.reward is not None:
-            self._scored.append(row)
+            held.response = held.episode.response()
+            held.reward = None if self._has_function or failure else 0.0
+        if failure or held.reward is not None:
+            self._scored.append(held)
         elif self._groups is not None:
-            self._groups.add(row)
+            self._groups.add(held)
         else:
-            self._rewards.submit(row)
+            self._rewards.submit(held)
 
     def fail(self, held: LeasedRow, failure: str) -> None:
         """Finish a trajectory that has not begun."""
-        self._finish(FinishedRow(held, failure=failure))
+        held.failure = failure
+        self._finish(held)
 
     def advance(self) -> None:
         """Queue scored rows for writing, except those whose claim is unanswered; submit groups that are complete."""
@@ -53,23 +56,22 @@ class Scoring:
             self._rewards.submit(*group)
         scored = [*self._scored, *self._rewards.finished()]
         self._scored = []
-        for row in scored:
-            held = row.held
+        for held in scored:
             if self._leases.held.get(held.row_id.number) is not held:
                 continue  # leased again on another version, or leased to another rollout
             if held.claim_id:
-                self._scored.append(row)
+                self._scored.append(held)
             else:
-                row.set_reward(None if row.reward is None else row.reward + held.episode_reward)
-                self._finish(row)
+                held.set_reward(None if held.reward is None else held.reward + held.episode_reward)
+                self._finish(held)
 
     def close(self) -> None:
         """Stop; trajectories without a reward stay unscored."""
         self._rewards.close()
 
-    def _finish(self, row: FinishedRow) -> None:
-        del self._leases.held[row.held.row_id.number]
-        self._row_writer.submit(row)
+    def _finish(self, held: LeasedRow) -> None:
+        del self._leases.held[held.row_id.number]
+        self._row_writer.submit(held)
 
 
 class WholeGroups:
@@ -80,17 +82,17 @@ class WholeGroups:
 
     def __init__(self, held: Mapping[int, LeasedRow]) -> None:
         self._held = held
-        self._waiting: dict[GroupId, list[FinishedRow]] = {}
+        self._waiting: dict[GroupId, list[LeasedRow]] = {}
 
-    def add(self, row: FinishedRow) -> None:
+    def add(self, row: LeasedRow) -> None:
         """Keep a finished sample."""
-        self._waiting.setdefault(row.held.row_id.group, []).append(row)
+        self._waiting.setdefault(row.row_id.group, []).append(row)
 
-    def complete(self) -> list[list[FinishedRow]]:
+    def complete(self) -> list[list[LeasedRow]]:
         """The groups that have become complete, their samples in order. Samples whose lease is gone are left out."""
         if not self._waiting:
             return []
         unfinished = {held.row_id.group for held in self._held.values() if held.completion is None}
         groups = [self._waiting.pop(group) for group in list(self._waiting) if group not in unfinished]
-        kept = [[each for each in group if self._held.get(each.held.row_id.number) is each.held] for group in groups]
-        return [sorted(group, key=lambda each: each.held.row_id.sample) for group in kept if group]
+        kept = [[each for each in group if self._held.get(each.row_id.number) is each] for group in groups]
+        return [sorted(group, key=lambda each: each.row_id.sample) for group in kept if group]

@@ -23,9 +23,10 @@ from ..relay.weights.reader import WeightReader
 from ..trainer.policy.model import load_policy
 from ..trainer.policy.tensor_parallel import splits_for
 from .engine.sequence import Completion
-from .leases import HeldLeases, LeasedRow
+from .leased_row import LeasedRow
+from .leases import HeldLeases
 from .pacing import RolloutPacing
-from .row_writer import FinishedRow, RowWriter
+from .row_writer import RowWriter
 
 _POLL_S = 0.01
 
@@ -132,9 +133,9 @@ class GeneratorService:
         del self._leases.held[sample.row_id.number]
         tokens = (list(prompt_ids), list(response_ids), list(logprobs))
         sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="length" if truncated else "stop")
-        row = FinishedRow(sample, failure=failure)
-        row.set_reward(reward)
-        self._row_writer.submit(row)
+        sample.failure = failure
+        sample.set_reward(reward)
+        self._row_writer.submit(sample)
 
     def close(self) -> None:
         """Deliver the submitted trajectories, report the unfinished ones to the hub, close the connections."""

@@ -26,7 +26,7 @@ from .policy.tensor_parallel import splits_for
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """One trajectory to train on; `columns` are those of its row (see `rollout.row_writer.FinishedRow.columns`)."""
+    """One trajectory to train on; `columns` are those of its row (see `rollout.leased_row.LeasedRow.columns`)."""
 
     row: RowId
     version: int

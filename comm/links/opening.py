@@ -124,8 +124,3 @@ def _accept(listener: socket.socket, name: str, wait: Wait, secret: bytes, tls: 
 
 def _remaining_s(wait: Wait) -> float:
     return max(wait.remaining_s, 1e-3)  # a socket takes 0 for no timeout at all
-
-
-def staging_of(settings: CommSettings) -> str:
-    """The back end over which a relay receives versions from actors; empty if any will do."""
-    return "nccl" if settings.link == "nccl" else ""

@@ -30,6 +30,7 @@ from .queue import (
     NoRowsYet,
     RequestRows,
     RowBatch,
+    RowRef,
     RowsNotFound,
     StoredRows,
     TrainBatch,
@@ -52,7 +53,7 @@ from .run import (
     TrainerStarted,
     TrainingDone,
 )
-from .saved_queue import QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
+from .saved_queue import QueueRestored, QueueSaved, RestoreQueue, SaveQueue
 from .weights import (
     OpenPullLink,
     OpenPushLink,

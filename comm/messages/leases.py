@@ -3,6 +3,7 @@
 import msgspec
 
 from .base import GroupId, Message, RowId
+from .queue import RowRef
 
 
 class LeaseRequest(Message, frozen=True):
@@ -22,25 +23,17 @@ class LeaseRequest(Message, frozen=True):
         return self.request_id >> 32
 
 
-class PartialRef(msgspec.Struct, frozen=True):
-    """A sample that an earlier holder has begun: its first tokens have this key in each of `storage_ids`."""
-
-    sample: int
-    key: str
-    storage_ids: list[str]
-
-
 class Lease(msgspec.Struct, frozen=True):
     """One group leased to a rollout: the data set's row as JSON, the samples to draw, and the number of this attempt.
 
-    The samples in `partials` are continued, the others start at the prompt.
+    The samples in `partials` are continued after these first tokens, the others start at the prompt.
     """
 
     group: GroupId
     attempt: int
     samples: list[int]
     row: msgspec.Raw
-    partials: tuple[PartialRef, ...] = ()
+    partials: tuple[RowRef, ...] = ()
 
 
 class LeaseGrant(Message, frozen=True):
@@ -77,14 +70,10 @@ class PromptRefused(Message, frozen=True):
     reason: str
 
 
-class RowsStreamed(Message, frozen=True, kw_only=True):
-    """Each of `storage_ids` has the first tokens of these unfinished trajectories: versions and lengths of the responses."""
+class RowsStreamed(Message, frozen=True):
+    """The storage units have the first tokens of these unfinished trajectories."""
 
-    rows: list[RowId]
-    attempts: list[int]
-    versions: list[int]
-    num_tokens: list[int]
-    storage_ids: list[str]
+    rows: list[RowRef]
 
 
 class RowDone(Message, frozen=True):

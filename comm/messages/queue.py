@@ -26,20 +26,26 @@ class RequestRows(Message, frozen=True):
     is_overdue: bool = False
 
 
-class RowRef(msgspec.Struct, frozen=True):
-    """Metadata of one row: its name, the units that have its bytes, and the figures that plan its training."""
+class RowRef(msgspec.Struct, frozen=True, array_like=True):
+    """Metadata of a row: its name, the units that have its bytes, and the figures that plan its training.
+
+    One that `is_partial` has the first tokens of an unfinished trajectory: it has no reward yet, and `num_tokens` counts its response
+    alone.
+    """
 
     row: RowId
     attempt: int
     storage_ids: list[str]
     version: int
     num_tokens: int
-    reward: float
+    reward: float = 0.0
+    num_versions: int = 1
+    is_partial: bool = False
 
     @property
     def key(self) -> str:
         """The key of its bytes in each of its units."""
-        return self.row.key(self.attempt)
+        return self.row.partial_key(self.attempt) if self.is_partial else self.row.key(self.attempt)
 
 
 class GroupRef(msgspec.Struct, frozen=True):

@@ -1,25 +1,7 @@
 """Messages about the queue on the disk: a relay writes it with each checkpoint, and a resumed run reads it back."""
 
-import msgspec
-
-from .base import Message, RowId
-
-
-class SavedRow(msgspec.Struct, frozen=True, array_like=True):
-    """A finished row, or the first tokens of an unfinished one (`reward` is None), and the units that have its bytes."""
-
-    row: RowId
-    attempt: int
-    storage_ids: list[str]
-    version: int
-    num_tokens: int
-    reward: float | None = None
-    num_versions: int = 1
-
-    @property
-    def key(self) -> str:
-        """The key of its bytes in each of its units."""
-        return self.row.partial_key(self.attempt) if self.reward is None else self.row.key(self.attempt)
+from .base import Message
+from .queue import RowRef
 
 
 class SaveQueue(Message, frozen=True):
@@ -31,7 +13,7 @@ class SaveQueue(Message, frozen=True):
     number: int
     step: int
     cursor: int
-    rows: list[SavedRow]
+    rows: list[RowRef]
 
 
 class QueueSaved(Message, frozen=True):
@@ -56,6 +38,6 @@ class QueueRestored(Message, frozen=True):
 
     step: int
     cursor: int
-    rows: list[SavedRow]
+    rows: list[RowRef]
     problem: str = ""
     is_left: bool = False

@@ -20,7 +20,7 @@ from headrace.comm.messages.weights import WeightsPulled
 from headrace.comm.recipe import Recipe
 from headrace.rollout.engine.chat_template import prompt_tokens
 from headrace.rollout.engine.sampling import SamplingParams
-from headrace.rollout.engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+from headrace.rollout.engine.sequence import Completion, SequenceProgress, SequenceState
 from headrace.rollout.weights import RolloutWeights
 from headrace.trainer.policy.model import default_device, load_policy, load_tokenizer
 
@@ -103,7 +103,7 @@ class TransformersGenerator:
     def unfinished(self) -> list[SequenceProgress]:
         return [SequenceProgress(request.trajectory_id, len(request.prompt_ids)) for request in self._queue]
 
-    def responses(self) -> list[SequencePart]:
+    def responses(self) -> list[SequenceState]:
         raise AssertionError("`can_stream` is False")
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:

@@ -25,10 +25,9 @@ from ...rollout.engine.sequence import Completion
 from ...rollout.environments.base import Episode, with_observation
 from ...rollout.environments.pool import EnvironmentCall, EnvironmentPool
 from ...rollout.environments.schemas import tool_schemas
-from ...rollout.leases import LeasedRow
+from ...rollout.leased_row import LeasedRow
 from ...rollout.rewards.function import ground_truth_of, has_ground_truth
 from ...rollout.rewards.pool import RewardPool
-from ...rollout.row_writer import FinishedRow
 from ...rollout.user_code.host import STARTUP_S, C, UserCodePool
 from .checks.recipe import check_functions
 from .checks.signatures import check_reward_arguments, check_tools
@@ -221,14 +220,14 @@ class Trial:
 
     def _score(
         self, row: _Row, response: str, pool: RewardPool, settings: RewardSettings, tokenizer: Any
-    ) -> tuple[FinishedRow, float]:
+    ) -> tuple[LeasedRow, float]:
         """Score copies of a response to a row in one call; returns one of them and the seconds.
 
         Raises `SettingError` if no call will work.
         """
         tokens = tokenizer(response, add_special_tokens=False)["input_ids"] if tokenizer else [*response.encode()]
         requests = [_finished(i, row.columns, response, list(tokens)) for i in range(_COPIES)]
-        scored: list[FinishedRow] = []
+        scored: list[LeasedRow] = []
 
         def is_scored() -> bool:
             scored.extend(pool.finished())
@@ -242,7 +241,7 @@ class Trial:
             self.rewards.setdefault(name, set()).add(requests[0].info.get("metrics", {}).get(name))
         return requests[0], seconds
 
-    def _tell_reward(self, request: FinishedRow, seconds: float, timeout_s: float) -> None:
+    def _tell_reward(self, request: LeasedRow, seconds: float, timeout_s: float) -> None:
         metrics = request.info.get("metrics", {})
         parts = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
         reward = "none" if request.reward is None else f"{request.reward:g}"
@@ -293,10 +292,10 @@ def _answer_of(row: Mapping[str, Any], response: str | None) -> tuple[str, str]:
     return f"a placeholder; give another with {RESPONSE} TEXT", PLACEHOLDER
 
 
-def _finished(sample: int, row: dict[str, Any], response: str, tokens: list[int]) -> FinishedRow:
+def _finished(sample: int, row: dict[str, Any], response: str, tokens: list[int]) -> LeasedRow:
     """A sample of a group whose response is given."""
     done = Completion(sample, [], tokens, [0.0] * len(tokens), "stop", text=response)
-    return FinishedRow(LeasedRow(GroupId(0, 0).row(sample), 1, 0, row, done), response)
+    return LeasedRow(GroupId(0, 0).row(sample), 1, 0, row, done, response=response)
 
 
 def _turn_of(function: Mapping[str, Any], *, is_chat: bool) -> tuple[str, str]:

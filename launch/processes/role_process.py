@@ -69,10 +69,10 @@ log = logging.getLogger(__name__)
 
 def run_role(role: str, index: int, recipe: Recipe, address: str, signals: SignalReporter) -> int:
     """Join the fleet, run the role to its end, leave; returns the exit code."""
-    from ...comm.fleet import Fleet
+    from ...comm.fleet import StoreFleet
 
     try:
-        fleet = Fleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
+        fleet = StoreFleet.join(address, role, index, read_secret(Path(recipe.run.dir)), {}, recipe.comm)
     except SettingError as error:
         return _refuse(address, Path(recipe.run.dir), str(error))
     mailbox = fleet.open_mailbox(f"{fleet.name}/worker")

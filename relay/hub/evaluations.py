@@ -10,13 +10,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from ...comm.disk import AppendFile, say
 from ...comm.errors import is_power_of_ten
 from ...comm.messages import Lease, LeaseRequest, SampleScored
 from ..dataset.rows import MAX_ROW_BYTES, row_problem
 from ..journal import events as ev
-from ..journal.evaluations import EVALUATIONS_FILE, response_line
+from ..journal.evaluations import EVALUATIONS_FILE, response_line, score_of
 from ..journal.records import RowStatus
 from .context import Handler, HubContext
 
@@ -121,7 +122,7 @@ class Evaluations(Handler):
             partials = self._partials.wanted(group) if request.can_continue else {}
             answered = {"version": version, "holder": holder, "request_id": request.request_id}
             self.context.commit(ev.Leased(group=group.id, samples=samples, attempt=attempt, **answered))
-            leases.append(Lease(group.id, attempt, samples, msgspec.Raw(row), self._partials.refs(group.id, partials)))
+            leases.append(Lease(group.id, attempt, samples, msgspec.Raw(row), tuple(partials.values())))
             num_bytes += len(row)
             if num_bytes >= MAX_ROW_BYTES // 2:
                 break
@@ -132,13 +133,9 @@ class Evaluations(Handler):
         begun = self.log.begun
         if row is None or row.status is not RowStatus.LEASED or row.attempt != scored.attempt or begun is None:
             return  # the report is repeated, or another rollout has the sample by now
-        failure = scored.failure or ("no reward" if scored.reward is None else "")
-        if not failure and scored.versions != [begun.version]:
-            failure = f"versions {scored.versions} generated it"
-        evaluated = ev.Evaluated(
-            row=scored.row, reward=scored.reward or 0.0, num_tokens=scored.num_tokens,
-            is_truncated=scored.is_truncated, failure=failure,
-        )  # fmt: skip
+        evaluated = score_of(scored)
+        if not evaluated.failure and scored.versions != [begun.version]:
+            evaluated = replace(evaluated, failure=f"versions {scored.versions} generated it")
         self._keep_text(begun.version, evaluated, scored.text)
         self._end(evaluated)
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ...comm.messages import LeaseRequest
+    from ...comm.messages import LeaseRequest, RowRef
     from ..journal.hub_state import HubState
     from ..journal.records import Group
     from ..queue.admission import Admission
-    from .partial_pool import PartialPool, PartialRow
+    from .partial_pool import PartialPool
 
 
 class Choice(NamedTuple):
@@ -17,7 +17,7 @@ class Choice(NamedTuple):
     version: int
     group: "Group | None"
     """One whose rows came back; None for the next one of the data."""
-    partials: "Mapping[int, PartialRow]"
+    partials: "Mapping[int, RowRef]"
     """The samples that continue at their first tokens; the others begin at the prompt."""
     starts_again: bool = False
     """Its first tokens are too old to be trained: they are given up."""

@@ -211,5 +211,5 @@ class Leases(Handler):
         self.context.commit(
             ev.Leased(group=group_id, samples=samples, attempt=attempt, passed_over=passed_over, **answered)
         )
-        partials = self.partials.refs(group_id, choice.partials)
-        return Lease(group_id, attempt, samples, msgspec.Raw(self.prompts.row(group_id)), partials)
+        row = msgspec.Raw(self.prompts.row(group_id))
+        return Lease(group_id, attempt, samples, row, tuple(choice.partials.values()))

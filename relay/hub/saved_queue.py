@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...comm.disk import say
-from ...comm.messages import QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
+from ...comm.messages import QueueRestored, QueueSaved, RestoreQueue, RowRef, SaveQueue
 from ...comm.messages.base import GroupId, process_of
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
@@ -62,14 +62,10 @@ class SavedQueue(Handler):
             say(f"the queue that was saved after step {step} stays on the disk, since this run did not read all of it")
             return 0
         rows = [
-            SavedRow(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens, row.reward, row.num_versions)
+            RowRef(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens, row.reward, row.num_versions)
             for row_id, row in self.state.rows(RowStatus.READY)
         ]
-        rows += [
-            SavedRow(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens)
-            for row_id, row in self._partials.rows.items()
-            if not row_id.is_evaluation
-        ]
+        rows += [row for row in self._partials.rows.values() if not row.row.is_evaluation]
         kept = [row for row in rows if row.version <= step]
         if len(kept) > MAX_ROWS:
             say(f"the queue is saved without {len(kept) - MAX_ROWS} of its {len(kept)} rows: {MAX_ROWS} are the most")
@@ -107,10 +103,10 @@ class SavedQueue(Handler):
         self.context.awaits_queue = False
         self._unread = message.step if message.is_left else -1
         self.context.relays |= {process_of(unit) for row in message.rows for unit in row.storage_ids}
-        rows: dict[GroupId, list[SavedRow]] = {}
+        rows: dict[GroupId, list[RowRef]] = {}
         for row in message.rows:
             rows.setdefault(row.row.group, []).append(row)
-        needless: list[SavedRow] = []
+        needless: list[RowRef] = []
         ahead = self._groups_ahead(rows, message.cursor)
         for group_id, passed_over in [*((known, 0) for known in rows if known in self.state.groups), *ahead]:
             needless += self._restore_group(group_id, rows.pop(group_id, []), passed_over)
@@ -136,12 +132,12 @@ class SavedQueue(Handler):
             ahead.pop()
         return ahead
 
-    def _restore_group(self, group_id: GroupId, saved: list[SavedRow], passed_over: int) -> list[SavedRow]:
+    def _restore_group(self, group_id: GroupId, saved: list[RowRef], passed_over: int) -> list[RowRef]:
         """Put a group back into the queue, with its saved rows; returns those that nothing needs."""
         group = self.state.groups.get(group_id)
-        ready: list[SavedRow] = []
-        needless: list[SavedRow] = []
-        for row in (row for row in saved if row.reward is not None):
+        ready: list[RowRef] = []
+        needless: list[RowRef] = []
+        for row in (row for row in saved if not row.is_partial):
             known = group.rows[row.row.sample] if group else None
             if known is None or (known.status is RowStatus.WANTED and known.attempt <= row.attempt):
                 ready.append(row)
@@ -152,17 +148,11 @@ class SavedQueue(Handler):
             needless = [*needless, *ready]
             ready = []  # the bound of the staleness is lower than in the run before
         if ready or group is None:
-            restored = ev.GroupRestored(
-                group=group_id, passed_over=0 if group else passed_over,
-                samples=[row.row.sample for row in ready], attempts=[row.attempt for row in ready],
-                versions=[row.version for row in ready], num_tokens=[row.num_tokens for row in ready],
-                rewards=[row.reward or 0.0 for row in ready], num_versions=[row.num_versions for row in ready],
-                units=[row.storage_ids for row in ready],
-            )  # fmt: skip
-            self.context.commit(restored)
-        return needless + [row for row in saved if row.reward is None and not self._partials.restore(row)]
+            passed_over = 0 if group else passed_over
+            self.context.commit(ev.GroupRestored(group=group_id, rows=ready, passed_over=passed_over))
+        return needless + [row for row in saved if row.is_partial and not self._partials.restore(row)]
 
-    def _drop(self, rows: Iterable[SavedRow]) -> None:
+    def _drop(self, rows: Iterable[RowRef]) -> None:
         keys: dict[str, list[str]] = {}
         for row in rows:
             for unit in row.storage_ids:

@@ -7,6 +7,7 @@ enters the queue.
 import json
 
 from ...comm.messages.base import GroupId
+from ...comm.messages.leases import SampleScored
 from . import events as ev
 from .evaluation_metrics import evaluation_metrics
 from .records import EvaluationLog, Group, Row, RowStatus
@@ -21,6 +22,14 @@ def response_line(version: int, name: str, row: int, event: ev.Evaluated, text: 
     line = {"version": version, "name": name, "row": row, "sample": event.row.sample, "reward": reward}
     rest = {"tokens": event.num_tokens, "truncated": event.is_truncated, "failure": event.failure, "text": text}
     return json.dumps(line | rest).encode() + b"\n"
+
+
+def score_of(scored: SampleScored) -> ev.Evaluated:
+    """The end of a sample that a rollout has finished; one without a reward has no score."""
+    return ev.Evaluated(
+        row=scored.row, reward=scored.reward or 0.0, num_tokens=scored.num_tokens, is_truncated=scored.is_truncated,
+        failure=scored.failure or ("no reward" if scored.reward is None else ""),
+    )  # fmt: skip
 
 
 def begin_evaluation(event: ev.EvaluationBegun, log: EvaluationLog) -> None:

@@ -10,6 +10,7 @@ from typing import Union
 import msgspec
 
 from ...comm.messages.base import GroupId, RowId
+from ...comm.messages.queue import RowRef
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event", omit_defaults=True, kw_only=True):
@@ -93,19 +94,13 @@ class RowReady(Event, frozen=True, kw_only=True):
 
 
 class GroupRestored(Event, frozen=True, kw_only=True):
-    """A group of the queue came back from the disk with a resumed run: these samples are ready, in these units; the others are wanted.
+    """A group of the queue came back from the disk with a resumed run: these `rows` are ready; the others are wanted.
 
     One that was first leased after the checkpoint takes its place in the data again, as in `Leased`.
     """
 
     group: GroupId
-    samples: list[int] = []
-    attempts: list[int] = []
-    versions: list[int] = []
-    num_tokens: list[int] = []
-    rewards: list[float] = []
-    num_versions: list[int] = []
-    units: list[list[str]] = []
+    rows: list[RowRef] = []
     passed_over: int = 0
 
 

@@ -158,20 +158,19 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         state.groups[event.group] = group
         state.cursor += event.passed_over + 1
         state.account.leased += len(group.rows)
-    rows = (event.samples, event.attempts, event.versions, event.units)
-    figures = (event.num_tokens, event.rewards, event.num_versions)
-    for sample, attempt, version, units, num_tokens, reward, num_versions in zip(*rows, *figures, strict=True):
-        row = group.rows[sample]
-        assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
-        assert row.attempt <= attempt, f"{event.group}.{sample}: attempt {attempt} after {row.attempt}"
-        group.rows[sample] = Row(
-            RowStatus.READY, attempt, version, storage_ids=units, num_tokens=num_tokens, reward=reward, num_versions=num_versions
+    for ref in event.rows:
+        row = group.rows[ref.row.sample]
+        assert row.status is RowStatus.WANTED, f"{ref.row} is {row.status.name}"
+        assert row.attempt <= ref.attempt, f"{ref.row}: attempt {ref.attempt} after {row.attempt}"
+        group.rows[ref.row.sample] = Row(
+            RowStatus.READY, ref.attempt, ref.version, storage_ids=ref.storage_ids, num_tokens=ref.num_tokens,
+            reward=ref.reward, num_versions=ref.num_versions,
         )  # fmt: skip
     if group.samples(RowStatus.WANTED):
         state.unassigned[event.group] = None
     else:
         state.unassigned.pop(event.group, None)
-    state.num_restored += len(event.samples)
+    state.num_restored += len(event.rows)
     state.queue.update(group)
 
 

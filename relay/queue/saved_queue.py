@@ -23,7 +23,7 @@ import numpy as np
 from ...comm import threads
 from ...comm.disk import make_folders
 from ...comm.errors import StorageFull, WaitTimeout
-from ...comm.messages import Message, QueueRestored, QueueSaved, RestoreQueue, SavedRow, SaveQueue
+from ...comm.messages import Message, QueueRestored, QueueSaved, RestoreQueue, RowRef, SaveQueue
 from ...comm.waits import join_thread, waiting
 from ..checkpoints import MANIFEST, CheckpointFolder
 from .replicated_rows import ReplicatedRows, RowNotFound
@@ -43,7 +43,7 @@ class SavedList(msgspec.Struct, frozen=True):
     """The rows of a file and the position in the data that the hub had reached."""
 
     cursor: int
-    rows: list[SavedRow]
+    rows: list[RowRef]
 
 
 class QueueKeeper:
@@ -88,7 +88,7 @@ def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> Queu
     """Write those rows that the units still have; files of checkpoints that are gone are removed."""
     folder = CheckpointFolder(run_dir, "queue")
     columns: dict[str, dict[str, np.ndarray]] = {}
-    saved: list[SavedRow] = []
+    saved: list[RowRef] = []
     for row in order.rows:
         try:
             found = storage.get_row(row.key, row.storage_ids)
@@ -130,7 +130,7 @@ def restore_queue(run_dir: Path, step: int, storage: ReplicatedRows) -> QueueRes
         return QueueRestored(step, 0, [])
     if problem := folder.problem(step):
         return QueueRestored(step, 0, [], f"{folder.path(step)} {problem}")
-    restored: list[SavedRow] = []
+    restored: list[RowRef] = []
     try:
         (name,) = folder.whole()[step].files
         file = RowFile(folder.path(step) / name, SavedList)
@@ -155,5 +155,5 @@ def _put(rows: dict[str, dict[str, np.ndarray]], storage: ReplicatedRows) -> tup
         return [], f"no storage unit answered for {UNIT_WAIT_S:g} s"
 
 
-def _parts(rows: list[SavedRow]) -> Iterator[list[SavedRow]]:
+def _parts(rows: list[RowRef]) -> Iterator[list[RowRef]]:
     return (rows[start : start + _ROWS_PER_PUT] for start in range(0, len(rows), _ROWS_PER_PUT))

@@ -102,13 +102,13 @@ class Chain:
             return is_same and not self._stop.is_set()
 
         fleet = self._fleet
-        staging = relay.info.get("staging", "") if fleet.me.role != "relay" else ""
-        backend = staging or remote_backend(self._settings)
-        can_copy = bool(self._segment) and not staging and is_shared(relay, fleet, self._settings)
+        backend = remote_backend(self._settings)
+        is_staged = backend != "tcp"
+        can_copy = bool(self._segment) and not is_staged and is_shared(relay, fleet, self._settings)
         name = f"{self._mailbox.name}>{relay.name} {fleet.incarnation}.{time.monotonic_ns()}"
         self._mailbox.send(f"{relay.name}/weights", OpenPushLink(name, backend, self._segment if can_copy else ""))
         num_nodes = 1 + len(fleet.alive_members("relay"))
         # Staging buckets overlap within a piece.
-        piece_bytes = MAX_PIECE_BYTES if backend in ("nccl", "staged") else None
+        piece_bytes = MAX_PIECE_BYTES if is_staged else None
         with closing(fleet.open_link(name, 1, SILENCE_S, backend)) as link:
             send_versions(link, self._next_source, is_next, num_nodes, piece_bytes)

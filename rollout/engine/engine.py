@@ -26,7 +26,7 @@ from .page_pool import PagePool
 from .runner import Runner
 from .sampling import Sample, SamplingParams
 from .scheduler import Scheduler
-from .sequence import Completion, Sequence, SequenceGroup, SequencePart, SequenceProgress, SequenceState
+from .sequence import Completion, Sequence, SequenceGroup, SequenceProgress, SequenceState
 from .streams import stream_key
 from .text import Text, check_prompt
 from .to_device import check_device
@@ -203,9 +203,9 @@ class Engine:
         """Every trajectory that is queued, running or paused."""
         return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in self.scheduler.unfinished()]
 
-    def responses(self) -> list[SequencePart]:
-        """Every unfinished trajectory, with its response so far."""
-        return [s.response() for s in self.scheduler.unfinished()]
+    def responses(self) -> list[SequenceState]:
+        """Every unfinished trajectory, with its response so far and without its cache."""
+        return [s.export_state() for s in self.scheduler.unfinished()]
 
     @property
     def num_running(self) -> int:

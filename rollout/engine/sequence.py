@@ -34,22 +34,12 @@ class SequenceProgress(NamedTuple):
     num_tokens: int
 
 
-class SequencePart(NamedTuple):
-    """The response so far of an unfinished trajectory, with its log-probs; `stream` is the random stream of the next tokens.
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceState:
+    """An unfinished trajectory, as another engine with the same weights can continue it.
 
     The lists may be the generator's own, and grow with its next step.
     """
-
-    trajectory_id: int
-    stream: int
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SequenceState:
-    """An unfinished trajectory that moves to another engine with the same weights."""
 
     trajectory_id: int
     key: int
@@ -118,10 +108,6 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
-
-    def response(self) -> SequencePart:
-        """The tokens of the response so far."""
-        return SequencePart(self.trajectory_id, self.key, self.prompt_ids, self.token_ids, self.logprobs)
 
     def insert(self, token_ids: Many[int]) -> None:
         """Append tokens that were not sampled, with 0 as their log-probability; the next turn begins if one is over."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ...comm.messages.weights import WeightsPulled
     from ...comm.recipe import Recipe
     from ..engine.sampling import SamplingParams
-    from ..engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+    from ..engine.sequence import Completion, SequenceProgress, SequenceState
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
@@ -41,15 +41,28 @@ class GeneratorProfile(NamedTuple):
     prefill_s: float
 
 
-class Generator(Protocol):
+class PromptGenerator(Protocol):
+    """Generates samples of prompts."""
+
+    context: int
+    """Most tokens of prompt and response together."""
+
+    def prompt_ids(self, row: dict[str, Any]) -> list[int]:
+        """Token ids of the prompt of a data set's row."""
+        ...
+
+    def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
+        """Queue one sample of a prompt per trajectory id."""
+        ...
+
+
+class Generator(PromptGenerator, Protocol):
     """One replica of a generator with its weights; used by one thread."""
 
     can_migrate: bool
     """Whether `export_sequences` and `import_sequences` work."""
     can_stream: bool
     """Whether `responses` works, `take_weights` has older versions, and a step adds one token to a trajectory."""
-    context: int
-    """Most tokens of prompt and response together."""
     kv_capacity: int
     """Tokens that the KV cache holds."""
     kv_token_bytes: int
@@ -100,14 +113,6 @@ class Generator(Protocol):
         """Tokens in the KV cache."""
         ...
 
-    def prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of the prompt of a data set's row."""
-        ...
-
-    def add_group(self, prompt_ids: list[int], params: "SamplingParams", trajectory_ids: Sequence[int]) -> None:
-        """Queue one sample of a prompt per trajectory id."""
-        ...
-
     def step(self) -> "list[Completion]":
         """Advance the queued and running trajectories by a step; returns the finished ones."""
         ...
@@ -116,8 +121,8 @@ class Generator(Protocol):
         """Every unfinished trajectory."""
         ...
 
-    def responses(self) -> "list[SequencePart]":
-        """Every unfinished trajectory, with its response so far."""
+    def responses(self) -> "list[SequenceState]":
+        """Every unfinished trajectory, with its response so far and without its cache. They stay."""
         ...
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":

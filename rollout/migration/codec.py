@@ -18,7 +18,7 @@ from torch import Tensor
 from ...comm.errors import MessageRefused
 from ...comm.links.frames import decode_frame, encode_frame
 from ..engine.sequence import SequenceState
-from ..leases import LeasedRow
+from ..leased_row import LeasedRow
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIGNMENT = 8

@@ -27,7 +27,8 @@ from ...comm.messages.migration import (
 from ...comm.recipe import Recipe
 from ...comm.trace import Trace, failpoint
 from ..generators.base import GeneratorProfile
-from ..leases import HeldLeases, LeasedRow
+from ..leased_row import LeasedRow
+from ..leases import HeldLeases
 from .calibration import TransferCostModel, calibrate
 from .codec import MovedRow
 from .transport import Incoming, Outgoing, Transfers, TransfersOfBytes

@@ -16,7 +16,7 @@ import msgspec
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import RewardSettings
-from ..row_writer import LARGEST, FinishedRow
+from ..leased_row import LARGEST, LeasedRow
 from ..user_code.host import UserCall, UserCodeHost, UserCodePool
 
 MAX_BATCH = 64
@@ -28,7 +28,7 @@ FEWEST_PROMPTS = 4
 UNSCORED = "the reward function returned None"
 """Begins the failure of a sample without a reward; the reason follows if a function gave one."""
 
-Unit = list[FinishedRow]
+Unit = list[LeasedRow]
 """Samples that are scored by one call: a single one, or a group."""
 
 
@@ -40,11 +40,11 @@ class Rewards(Protocol):
         """Trajectories that wait although the next calls are full: more of them would only get older."""
         ...
 
-    def submit(self, *requests: FinishedRow) -> None:
+    def submit(self, *requests: LeasedRow) -> None:
         """Queue trajectories that are scored together."""
         ...
 
-    def finished(self) -> list[FinishedRow]:
+    def finished(self) -> list[LeasedRow]:
         """The trajectories scored since the last call."""
         ...
 
@@ -82,19 +82,19 @@ class RewardCall(UserCall):
     misuse: str = ""
 
     @property
-    def items(self) -> list[FinishedRow]:
+    def items(self) -> list[LeasedRow]:
         """The samples of all units."""
         return [item for unit in self.units for item in unit]
 
     def question(self) -> dict[str, Any]:
         items = self.items
-        columns = {name for item in items for name in item.held.row} - {"prompt"}
+        columns = {name for item in items for name in item.row} - {"prompt"}
         return {
-            "step": max(item.held.version for item in items),
-            "prompts": [item.held.row["prompt"] for item in items],
+            "step": max(item.version for item in items),
+            "prompts": [item.row["prompt"] for item in items],
             "completions": [_as_message(item) for item in items],
             "completion_ids": [_tokens_of(item) for item in items],
-            "columns": {name: [item.held.row.get(name) for item in items] for name in sorted(columns)},
+            "columns": {name: [item.row.get(name) for item in items] for name in sorted(columns)},
         }
 
     def settle(self, answer: dict[str, Any]) -> "Sequence[RewardCall]":
@@ -153,11 +153,11 @@ class RewardPool(UserCodePool[RewardCall]):
             num_waiting = sum(map(len, self._todo.queue))
         return max(0, num_waiting - MAX_BATCH * len(self._hosts))
 
-    def submit(self, *requests: FinishedRow) -> None:
+    def submit(self, *requests: LeasedRow) -> None:
         """Queue trajectories that one call has to score together."""
         self._todo.put([*requests])
 
-    def finished(self) -> list[FinishedRow]:
+    def finished(self) -> list[LeasedRow]:
         """The requests scored since the last call.
 
         Raises `SettingError` if the function fails from the start, or returns a wrong number of rewards.
@@ -173,9 +173,9 @@ class RewardPool(UserCodePool[RewardCall]):
             self._look_at_unscored(items)
         return items
 
-    def _look_at_unscored(self, items: Sequence[FinishedRow]) -> None:
+    def _look_at_unscored(self, items: Sequence[LeasedRow]) -> None:
         unscored = [item for item in items if item.failure.startswith(UNSCORED)]
-        self._unscored += [item.held.row for item in unscored]
+        self._unscored += [item.row for item in unscored]
         num_prompts = len(set(map(id, self._unscored)))  # the samples of a prompt share its row
         if unscored and len(self._unscored) >= MOST_UNSCORED and num_prompts >= FEWEST_PROMPTS:
             reason = unscored[-1].failure.removeprefix(UNSCORED)
@@ -193,12 +193,12 @@ def _unusable(reward: float | None, info: _Info) -> str:
     return f"{UNSCORED}: {'; '.join(reasons)}" if reasons else UNSCORED
 
 
-def _tokens_of(item: FinishedRow) -> list[int]:
-    return [] if item.held.completion is None else item.held.completion.token_ids
+def _tokens_of(item: LeasedRow) -> list[int]:
+    return [] if item.completion is None else item.completion.token_ids
 
 
-def _as_message(item: FinishedRow) -> str | list[dict[str, Any]]:
+def _as_message(item: LeasedRow) -> str | list[dict[str, Any]]:
     """A response in the form of its prompt: text for text, chat messages for chat messages."""
-    if isinstance(item.held.row["prompt"], str) or not isinstance(item.response, str):
+    if isinstance(item.row["prompt"], str) or not isinstance(item.response, str):
         return item.response
     return [{"role": "assistant", "content": item.response}]

@@ -3,6 +3,7 @@
 import msgspec
 
 from ..engine.sampling import SamplingParams
+from ..engine.sequence import SequenceState
 
 
 class _Call(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
@@ -24,15 +25,9 @@ class Cancel(_Call, frozen=True):
 
 
 class ImportSequence(_Call, frozen=True):
-    """Continue a trajectory of another engine, from its tokens."""
+    """Continue a trajectory of another engine, from its tokens alone: the state has no cache and no log-probs."""
 
-    trajectory_id: int
-    key: int
-    params: SamplingParams
-    prompt_ids: list[int]
-    token_ids: list[int]
-    turn_start: int
-    is_turn_over: bool
+    state: SequenceState
 
 
 class Pause(_Call, frozen=True):
@@ -48,16 +43,12 @@ class Resume(_Call, frozen=True):
     token_ids: list[int]
 
 
-class Recompute(_Call, frozen=True):
-    """Drop all keys and values."""
-
-
 class Step(_Call, frozen=True):
     """One step of the engine."""
 
 
 class TakeWeights(_Call, frozen=True):
-    """Switch to this version, and answer whether it was available."""
+    """Drop all keys and values, switch to this version, and answer whether it was available."""
 
     version: int
 
@@ -66,7 +57,7 @@ class End(_Call, frozen=True):
     """The run is over."""
 
 
-Call = Add | Cancel | ImportSequence | Pause | Resume | Recompute | Step | TakeWeights | End
+Call = Add | Cancel | ImportSequence | Pause | Resume | Step | TakeWeights | End
 
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(list[Call]).decode

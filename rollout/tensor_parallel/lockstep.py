@@ -6,34 +6,38 @@ Engines that get the same calls make the same steps: sampling is counter-based, 
 import logging
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...relay.weights.slots import VersionNotAvailable
-from ..engine.sequence import SequenceState
-from .calls import Add, Call, Cancel, End, ImportSequence, Pause, Recompute, Resume, Step, TakeWeights
+from ..engine.engine import Engine
+from .calls import Add, Call, Cancel, End, ImportSequence, Pause, Resume, Step, TakeWeights
 
 if TYPE_CHECKING:
     from ...comm.messages.weights import WeightsPulled
-    from ..engine.engine import Engine
+    from ...trainer.policy.model import Policy
     from ..engine.sampling import SamplingParams
-    from ..engine.sequence import Completion
+    from ..engine.sequence import Completion, SequenceState
     from ..weights import RolloutWeights
     from .replica import TensorParallelGroup
 
 log = logging.getLogger(__name__)
 
 
-class LeadEngine:
-    """The engine of rank 0. Its calls are those of `Engine`; the other ranks, if there are any, repeat them."""
+class LeadEngine(Engine):
+    """The engine of rank 0. The other ranks, if there are any, repeat its calls."""
 
-    def __init__(self, replica: "TensorParallelGroup", engine: "Engine") -> None:
+    def __init__(
+        self, replica: "TensorParallelGroup", weights: "RolloutWeights", policy: "Policy", **settings: Any
+    ) -> None:
+        """weights: those that fill the policy. settings: the other arguments of `Engine`."""
+        super().__init__(policy, **settings)
         self.replica = replica
-        self.engine = engine
+        self.weights = weights
 
     def add_group(
         self, prompt_ids: list[int], params: "SamplingParams | Many[SamplingParams]", trajectory_ids: Many[int]
     ) -> None:
-        self.engine.add_group(prompt_ids, params, trajectory_ids)
+        super().add_group(prompt_ids, params, trajectory_ids)
         each = list(params) if isinstance(params, Many) else [params] * len(trajectory_ids)
         self.replica.enqueue(Add(prompt_ids, each, list(trajectory_ids)))
 
@@ -41,49 +45,44 @@ class LeadEngine:
         self.replica.enqueue(Step())
         self.replica.flush()
         with self.replica.collective():
-            return self.engine.step()
+            return super().step()
 
-    def recompute(self) -> None:
-        self.replica.enqueue(Recompute())
-        self.engine.recompute()
-
-    def export_sequences(self, trajectory_ids: Many[int], with_cache: bool = False) -> list[SequenceState]:
+    def export_sequences(self, trajectory_ids: Many[int], with_cache: bool = False) -> "list[SequenceState]":
         """With several ranks the states have no cache, since each rank holds a part of it only."""
-        states = self.engine.export_sequences(trajectory_ids, with_cache and self.replica.size == 1)
+        states = super().export_sequences(trajectory_ids, with_cache and self.replica.size == 1)
         exported = {state.trajectory_id for state in states}
         for number in trajectory_ids:  # one that stays is not running: the others read their step, as this rank has
             self.replica.enqueue(Cancel(number) if number in exported else Pause(number))
         return states
 
-    def import_sequences(self, states: Many[SequenceState]) -> None:
+    def import_sequences(self, states: "Many[SequenceState]") -> None:
         """Several ranks compute the caches again."""
         if self.replica.size > 1:
             states = [replace(state, cache=None) for state in states]
-        self.engine.import_sequences(states)
-        for s in states:
-            place = s.turn_start, s.is_turn_over
-            self.replica.enqueue(ImportSequence(s.trajectory_id, s.key, s.params, s.prompt_ids, s.token_ids, *place))
+        super().import_sequences(states)
+        for state in states:
+            self.replica.enqueue(ImportSequence(replace(state, logprobs=[])))
 
     def pause(self, trajectory_id: int) -> bool:
         self.replica.enqueue(Pause(trajectory_id))
-        return self.engine.pause(trajectory_id)
+        return super().pause(trajectory_id)
 
     def resume(self, trajectory_id: int, token_ids: Many[int] = ()) -> bool:
         self.replica.enqueue(Resume(trajectory_id, list(token_ids)))
-        return self.engine.resume(trajectory_id, token_ids)
+        return super().resume(trajectory_id, token_ids)
 
-    def take_weights(self, weights: "RolloutWeights", deadline_s: float, version: int | None = None) -> "WeightsPulled":
+    def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         """Switch all ranks to the newest version that all of them can get, or to `version`.
 
         Raises `VersionNotAvailable` if a rank cannot get that one; the ranks may have different versions then.
         """
-        self.recompute()
         while True:
-            pulled = weights.pull(deadline_s) if version is None else weights.pull_version(version)
+            self.recompute()
+            pulled = self.weights.pull(deadline_s) if version is None else self.weights.pull_version(version)
             self.replica.enqueue(TakeWeights(pulled.version))
             self.replica.flush()
             if self.replica.all_agree(True):
-                self.engine.weights_changed()
+                self.weights_changed()
                 return pulled
             if version is not None:
                 raise VersionNotAvailable(f"version {version} is not available to every rank")
@@ -97,7 +96,7 @@ class LeadEngine:
         self.replica.close()
 
 
-def run_follower(replica: "TensorParallelGroup", engine: "Engine", weights: "RolloutWeights") -> None:
+def run_follower(replica: "TensorParallelGroup", engine: Engine, weights: "RolloutWeights") -> None:
     """Repeat the calls of rank 0 on another rank until `End`. Waits for rank 0 alone."""
     while True:
         for call in replica.receive():
@@ -108,31 +107,29 @@ def run_follower(replica: "TensorParallelGroup", engine: "Engine", weights: "Rol
             _run_call(call, replica, engine, weights)
 
 
-def _run_call(call: Call, replica: "TensorParallelGroup", engine: "Engine", weights: "RolloutWeights") -> None:
+def _run_call(call: Call, replica: "TensorParallelGroup", engine: Engine, weights: "RolloutWeights") -> None:
     match call:
         case Add(prompt_ids, params, trajectory_ids):
             engine.add_group(prompt_ids, params, trajectory_ids)
         case Cancel(trajectory_id):
             engine.cancel(trajectory_id)
-        case ImportSequence(number, key, params, prompt_ids, token_ids, turn_start, is_turn_over):
-            state = SequenceState(number, key, params, prompt_ids, token_ids, [], None, turn_start, is_turn_over)
+        case ImportSequence(state):
             engine.import_sequences([state])
         case Pause(trajectory_id):
             engine.pause(trajectory_id)
         case Resume(trajectory_id, token_ids):
             engine.resume(trajectory_id, token_ids)
-        case Recompute():
-            engine.recompute()
         case Step():
             with replica.collective():
                 engine.step()
         case TakeWeights(version):
+            engine.recompute()
             replica.all_agree(_switch_weights(version, engine, weights))
         case _:
             raise AssertionError(f"no rule for {call}")
 
 
-def _switch_weights(version: int, engine: "Engine", weights: "RolloutWeights") -> bool:
+def _switch_weights(version: int, engine: Engine, weights: "RolloutWeights") -> bool:
     try:
         weights.pull_version(version)
     except VersionNotAvailable:

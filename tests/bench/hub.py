@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.mailbox import Mailbox
 from headrace.comm.messages import (
     GroupId,
@@ -60,7 +60,7 @@ def _measure(name: str, num_queued: int) -> list[Measurement]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data.jsonl").write_text('{"prompt": "p"}\n' * 1000)
         with BenchProcess(command("hub", folder, hosted.address)) as hub, ThreadPoolExecutor(1) as pool:
-            fleet = Fleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
+            fleet = StoreFleet.join(hosted.address, "actor", 0, _SECRET, {}, CommSettings())
             rollout, step = fleet.open_mailbox("rollout-0"), [0]
             generating = pool.submit(_generate, rollout, step, num_queued)
             train(fleet.open_mailbox("actor-0"), step, _STEPS, _PROMPTS)
@@ -164,7 +164,7 @@ def _serve_hub(folder: str, address: str) -> None:
         "queue.lead": _PROMPTS * _STEPS,
     }
     recipe = read_recipe(None, [f"{key}={value}" for key, value in words.items()])
-    fleet = Fleet.join(address, "hub", 0, _SECRET, {}, recipe.comm)
+    fleet = StoreFleet.join(address, "hub", 0, _SECRET, {}, recipe.comm)
     run(fleet, recipe)
     fleet.leave()
 

@@ -30,6 +30,7 @@ from headrace.comm.messages import (
     Message,
     RowDone,
     RowId,
+    RowRef,
     RowsStreamed,
 )
 from headrace.comm.messages.base import storage_id_of
@@ -179,17 +180,9 @@ class _Rollout(_Played):
             row, attempt = self._held.popleft()
             self.send(RowDone(row, attempt, 0, self._units, 2000, random.random()))
         if self._held and self.is_due("stream", _STREAM_S):
-            rows, attempts = zip(*list(self._held)[::2], strict=True)
-            numbers = [0] * len(rows), [1000] * len(rows)
-            self.send(
-                RowsStreamed(
-                    rows=[*rows],
-                    attempts=[*attempts],
-                    versions=numbers[0],
-                    num_tokens=numbers[1],
-                    storage_ids=self._units,
-                )
-            )
+            begun = list(self._held)[::2]
+            rows = [RowRef(row, attempt, self._units, 0, 1000, is_partial=True) for row, attempt in begun]
+            self.send(RowsStreamed(rows))
         if self.is_due("load", _LOAD_S):
             n = len(self._held)
             self.send(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.process_tree import end_with_parent
 from headrace.comm.recipe import CommSettings
 from headrace.comm.waits import waiting
@@ -171,11 +171,11 @@ def _serve_hub(folder: str, address: str, num_rollouts: str) -> None:
             hub.on_process_death = recorded
             print("ready", flush=True)
 
-        run(Fleet.join(address, "hub", 0, SECRET, {}, recipe.comm), recipe, on_open=record_deaths)
+        run(StoreFleet.join(address, "hub", 0, SECRET, {}, recipe.comm), recipe, on_open=record_deaths)
 
 
 def _serve_trainer(address: str) -> None:
-    fleet = Fleet.join(address, "actor", 0, SECRET, {}, CommSettings())
+    fleet = StoreFleet.join(address, "actor", 0, SECRET, {}, CommSettings())
     train(fleet.open_mailbox("actor-0"), [0], _STEPS, _PROMPTS)
 
 

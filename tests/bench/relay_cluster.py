@@ -113,7 +113,7 @@ class RelayCluster:
         return max(arrival for index, (_, arrival) in enumerate(self._received) if index not in without)
 
     def _join(self, role: str, stack: ExitStack) -> PacedFleet:
-        fleet = PacedFleet.start(self._hosted.address, role, 0, _SECRET, {}, self._settings)
+        fleet = PacedFleet.join(self._hosted.address, role, 0, _SECRET, {}, self._settings)
         fleet.pace = self._pace
         stack.callback(fleet.leave)
         return fleet
@@ -129,7 +129,7 @@ class RelayCluster:
 def _relay(address: str, index: int, pace: float, settings: CommSettings) -> None:
     """One relay, until its standard input ends."""
     segment = Segment.create_anonymous()
-    fleet = PacedFleet.start(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
+    fleet = PacedFleet.join(address, "relay", index, _SECRET, {"segment": segment.path}, settings)
     fleet.pace = pace
     server = WeightServer(fleet, segment, settings).start()
     version = 0

@@ -13,7 +13,7 @@ from support.in_memory import MemoryFleet, MemoryNetwork
 
 from headrace.comm.environment import RUN_ID
 from headrace.comm.errors import STORE_LOST_EXIT, WaitTimeout
-from headrace.comm.fleet import Fleet, StoreFleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.messages import ListStoredRows
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store.protocol import Beat
@@ -37,7 +37,7 @@ class StoreCluster:
         at_end(self.close)
 
     def join(self, role, index=0, info=None):
-        self.fleets.append(Fleet.join(self.server.address, role, index, SECRET, info or {}, QUICK))
+        self.fleets.append(StoreFleet.join(self.server.address, role, index, SECRET, info or {}, QUICK))
         return self.fleets[-1]
 
     def close(self):
@@ -154,9 +154,9 @@ def test_links_are_opened_by_name(cluster):
 
 MEMBER = """
 import sys, time
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.recipe import CommSettings
-fleet = Fleet.join(sys.argv[1], "rollout", 3, b"", {}, CommSettings(heartbeat_s=0.02, expiry_s=float(sys.argv[3])))
+fleet = StoreFleet.join(sys.argv[1], "rollout", 3, b"", {}, CommSettings(heartbeat_s=0.02, expiry_s=float(sys.argv[3])))
 print("joined", flush=True)
 sys.stdin.readline()
 if sys.argv[2] == "leave":
@@ -215,7 +215,7 @@ def test_a_process_whose_store_is_frozen_ends_with_a_named_error(processes):
 
 def test_a_process_that_was_stopped_itself_is_a_member_again_when_it_continues(processes):
     member = processes.member("stay", expiry_s=0.5)
-    hub = Fleet.join(processes.address, "hub", 0, b"", {}, MORTAL)
+    hub = StoreFleet.join(processes.address, "hub", 0, b"", {}, MORTAL)
     hub.wait_for("rollout", 1, PATIENCE_S)
     os.kill(member.pid, signal.SIGSTOP)
     assert until(
@@ -240,7 +240,7 @@ def test_the_store_does_not_wait_for_the_dead_and_ignores_signals_to_all_process
     member = processes.member("stay")
     processes.store.send_signal(signal.SIGINT)
     processes.store.send_signal(signal.SIGTERM)
-    hub = Fleet.join(processes.address, "hub", 0, b"", {}, MORTAL)
+    hub = StoreFleet.join(processes.address, "hub", 0, b"", {}, MORTAL)
     hub.wait_for("rollout", 1, PATIENCE_S)
     member.kill()
     assert until(lambda: not hub.members("rollout")[0].is_alive)
@@ -256,7 +256,7 @@ def test_a_store_ends_on_sigquit(processes):
 def test_a_lost_store_is_told_once():
     errors = []
     server = StoreServer("127.0.0.1", SECRET).start()
-    fleet = StoreFleet.start(server.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=errors.append)
+    fleet = StoreFleet.join(server.address, "relay", 0, SECRET, {}, QUICK, on_store_gone=errors.append)
     at_end(fleet.leave)
     server.close()
     assert until(lambda: errors)
@@ -287,7 +287,7 @@ def test_a_member_beats_in_each_period(monkeypatch, heartbeat_s, is_frequent):
     hosted = StoreServer("127.0.0.1", SECRET).start()
     at_end(hosted.close)
     settings = CommSettings(heartbeat_s=heartbeat_s, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
-    fleet = Fleet.join(hosted.address, "rollout", 0, SECRET, {}, settings)
+    fleet = StoreFleet.join(hosted.address, "rollout", 0, SECRET, {}, settings)
     if is_frequent:
         until(lambda: len(beats) > 5)
     else:

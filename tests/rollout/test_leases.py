@@ -9,7 +9,8 @@ from support.in_memory import MemoryMailboxes
 from headrace.comm.messages import GroupId, Lease, LeaseGrant, LeaseRequest, LeaseReturn, Message
 from headrace.relay.queue.schedules import SCHEDULES
 from headrace.rollout.engine.sequence import Completion
-from headrace.rollout.leases import HeldLeases, LeasedRow
+from headrace.rollout.leased_row import LeasedRow
+from headrace.rollout.leases import HeldLeases
 from headrace.rollout.pacing import RolloutPacing
 
 GROUP = GroupId(0, 5)

@@ -25,7 +25,7 @@ from headrace.launch.report.timeline import Timeline
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.sequence import Completion, SequenceState
 from headrace.rollout.environments.base import Episode
-from headrace.rollout.leases import LeasedRow
+from headrace.rollout.leased_row import LeasedRow
 from headrace.rollout.migration.calibration import TransferCostModel, batch_bound, calibrate
 from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
 from headrace.rollout.migration.migration import MoveDeadlines

@@ -11,7 +11,7 @@ from headrace.comm.messages import RowId
 from headrace.comm.messages.base import is_partial
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import read_events
-from headrace.rollout.leases import LeasedRow
+from headrace.rollout.leased_row import LeasedRow
 
 Stage = Callable[..., Play]
 Rows = dict[RowId, dict[str, np.ndarray]]

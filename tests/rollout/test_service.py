@@ -13,7 +13,7 @@ from headrace.comm.fleet import TRAINS_AGAIN
 from headrace.comm.messages.base import RowId
 from headrace.comm.shared_memory import Segment
 from headrace.launch.config.load import read_recipe
-from headrace.rollout.leases import LeasedRow
+from headrace.rollout.leased_row import LeasedRow
 from headrace.rollout.service import GeneratorService
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from headrace.launch.config.model_files import ModelFiles
 from headrace.launch.hosts import equal_hosts
 from headrace.launch.placement import place_ranks
 from headrace.rollout import Engine, SamplingParams
+from headrace.rollout.engine.sequence import SequenceState
 from headrace.rollout.generators import builtin
 from headrace.rollout.tensor_parallel.calls import Add, Call, Cancel, ImportSequence, decode, encode
 from headrace.rollout.tensor_parallel.lockstep import LeadEngine, run_follower
@@ -42,19 +44,20 @@ def two_ranks(timeout_s: float = 240) -> Callable[[int], TensorParallelGroup]:
     return end
 
 
-def on_two_ranks(path: Path, work: Callable[[Engine | LeadEngine, Engine], Any]) -> tuple[Any, Engine]:
+def on_two_ranks(path: Path, work: Callable[[Engine], Any]) -> tuple[Any, Engine]:
     """The result of `work` with the engine of rank 0, and the engine of rank 1 at the end."""
     open_group = two_ranks()
 
     def run(rank: int) -> Any:
         replica = open_group(rank)
         policy = load_policy(path, tensor_parallel=replica.tensor_parallel)
-        engine = Engine(policy, max_running=4, tokenizer=load_tokenizer(path))
+        weights: Any = None  # no new version comes
         if rank:
-            run_follower(replica, engine, weights=None)  # pyright: ignore[reportArgumentType] - no new version comes
+            engine = Engine(policy, max_running=4, tokenizer=load_tokenizer(path))
+            run_follower(replica, engine, weights)
             return engine
-        lead = LeadEngine(replica, engine)
-        result = work(lead, engine)
+        lead = LeadEngine(replica, weights, policy, max_running=4, tokenizer=load_tokenizer(path))
+        result = work(lead)
         lead.close()
         return result
 
@@ -63,48 +66,48 @@ def on_two_ranks(path: Path, work: Callable[[Engine | LeadEngine, Engine], Any])
         return result, other
 
 
-def mixed_calls(caller: Engine | LeadEngine, engine: Engine) -> dict[int, list[int]]:
+def mixed_calls(engine: Engine) -> dict[int, list[int]]:
     """Tokens by trajectory. Groups come late; some trajectories are dropped, paused, extended, exported and imported."""
     prompts, params = random_prompts(4, longest=80), SamplingParams(max_new_tokens=25, ignore_eos=True)
-    caller.add_group(prompts[0], params, [1, 2, 3])
-    found = {c.trajectory_id: c.token_ids for _ in range(4) for c in caller.step()}
-    caller.add_group(prompts[1], [params, SamplingParams(max_new_tokens=9, stop="a")], [4, 5])
-    assert caller.export_sequences([2]) and caller.pause(3)
-    caller.step()
-    states = caller.export_sequences([1, 4])
-    caller.add_group(prompts[2], params, [6])
-    caller.resume(3, [7, 8, 9])
-    caller.import_sequences(states)
+    engine.add_group(prompts[0], params, [1, 2, 3])
+    found = {c.trajectory_id: c.token_ids for _ in range(4) for c in engine.step()}
+    engine.add_group(prompts[1], [params, SamplingParams(max_new_tokens=9, stop="a")], [4, 5])
+    assert engine.export_sequences([2]) and engine.pause(3)
+    engine.step()
+    states = engine.export_sequences([1, 4])
+    engine.add_group(prompts[2], params, [6])
+    engine.resume(3, [7, 8, 9])
+    engine.import_sequences(states)
     while not engine.idle:
-        found |= {c.trajectory_id: c.token_ids for c in caller.step()}
+        found |= {c.trajectory_id: c.token_ids for c in engine.step()}
     return found
 
 
 def test_two_ranks_in_lock_step_do_what_one_engine_does(tmp_path: Path):
     path = tiny_policy(tmp_path)
     alone = Engine(path, max_running=4)
-    expected = mixed_calls(alone, alone)
+    expected = mixed_calls(alone)
     found, other = on_two_ranks(path, mixed_calls)
     assert found == expected and sorted(found) == [1, 3, 4, 5, 6]
     other.check()
     assert other.idle and other.pool.num_free == other.pool.num_pages - 1
 
 
-def repeated_prompts(caller: Engine | LeadEngine, engine: Engine) -> list[list[int]]:
+def repeated_prompts(engine: Engine) -> list[list[int]]:
     """Tokens of trajectories, one after the other, whose prompts begin alike."""
     found = []
     for trajectory_id in range(3):
         prompt = [*range(5, 90), trajectory_id, *range(9, 60)]
-        caller.add_group(prompt, SamplingParams(max_new_tokens=5, ignore_eos=True), [trajectory_id])
+        engine.add_group(prompt, SamplingParams(max_new_tokens=5, ignore_eos=True), [trajectory_id])
         while not engine.idle:
-            found += [c.token_ids for c in caller.step()]
+            found += [c.token_ids for c in engine.step()]
     return found
 
 
 def test_two_ranks_find_the_same_pages_in_their_prefix_caches(tmp_path: Path):
     path = tiny_policy(tmp_path)
     alone = Engine(path, max_running=4)
-    expected = repeated_prompts(alone, alone)
+    expected = repeated_prompts(alone)
     found, other = on_two_ranks(path, repeated_prompts)
     assert found == expected
     assert other.scheduler.prefixes.num_found == alone.scheduler.prefixes.num_found == 2 * 64
@@ -129,12 +132,13 @@ def test_calls_of_any_length_arrive_as_they_were_sent():
     calls: list[Call] = [
         Add(list(range(3000)), [params, SamplingParams()], [1 << 62, 4]),
         Cancel(5),
-        ImportSequence(5, -(1 << 62), params, [1], [2, 3], 1, True),
+        ImportSequence(SequenceState(5, -(1 << 62), params, [1], [2, 3], [], None, 1, True)),
     ]
     sent = decode(encode(calls))
     assert [type(call) for call in sent] == [Add, Cancel, ImportSequence]
     assert isinstance(sent[0], Add) and sent[0].params[0].stops == ("a", 7) and sent[0].prompt_ids[-1] == 2999
-    assert sent[2] == calls[2] or isinstance(sent[2], ImportSequence) and sent[2].key == -(1 << 62)
+    assert isinstance(sent[2], ImportSequence) and isinstance(calls[2], ImportSequence)
+    assert asdict(sent[2].state) | {"params": params} == asdict(calls[2].state) | {"params": params}
     open_group = two_ranks()
 
     def run(rank: int) -> int:

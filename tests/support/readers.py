@@ -29,7 +29,7 @@ from headrace.relay.queue.batch import Batch
 from headrace.relay.weights import transfer as weights
 from headrace.rollout.engine.sampling import SamplingParams
 from headrace.rollout.engine.sequence import SequenceState
-from headrace.rollout.leases import LeasedRow
+from headrace.rollout.leased_row import LeasedRow
 from headrace.rollout.migration.codec import MovedRow, decode_rows, encode_rows
 from headrace.trainer.step_log import StepLog, StepReplay
 

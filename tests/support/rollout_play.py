@@ -28,9 +28,9 @@ from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.chat_template import text_tokens
 from headrace.rollout.environments.base import Episode, Messages
 from headrace.rollout.generators.base import GeneratorProfile, Weights
+from headrace.rollout.leased_row import LeasedRow
 from headrace.rollout.loop import Rollout
 from headrace.rollout.migration.migration import MoveDeadlines
-from headrace.rollout.row_writer import FinishedRow
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLES, STREAM_TOKENS = 3, 8
@@ -97,16 +97,16 @@ class TokenSums:
     """Rewards each trajectory with the sum of its tokens, a fingerprint of it."""
 
     def __init__(self) -> None:
-        self.done: list[FinishedRow] = []
+        self.done: list[LeasedRow] = []
         self.backlog = 0
 
-    def submit(self, *rows: FinishedRow) -> None:
+    def submit(self, *rows: LeasedRow) -> None:
         for row in rows:
-            assert row.held.completion is not None
-            row.reward = float(sum(row.held.completion.token_ids))
+            assert row.completion is not None
+            row.reward = float(sum(row.completion.token_ids))
         self.done += rows
 
-    def finished(self) -> list[FinishedRow]:
+    def finished(self) -> list[LeasedRow]:
         done, self.done = self.done, []
         return done
 
@@ -126,7 +126,7 @@ class ManualRollout(Rollout):
         super().__init__(fleet, recipe, EngineGenerator(policy), self.rewards, deadlines)
         self.fleet = fleet
         self.max_running = 0
-        self._params = self._evaluation_params = replace(
+        self._generation.params = self._generation.evaluation_params = replace(
             PARAMS, pause_at_stop=recipe.environment.is_set, stop=recipe.sampling.stop
         )
         self.migration.profile = GeneratorProfile(16, prefill_s)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.messages import Stop
 from headrace.comm.recipe import BatchSettings, CommSettings, QueueSettings, Recipe, RepackSettings, RunSettings
 from headrace.comm.store.server import StoreServer
@@ -29,11 +29,11 @@ NEVER_S = 1e5
 
 ROLLOUT = """
 import sys
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.messages import Stop
 from headrace.comm.messages import LeaseRequest
 from headrace.comm.recipe import CommSettings
-fleet = Fleet.join(sys.argv[1], "rollout", 0, b"s", {}, CommSettings(heartbeat_s=0.02))
+fleet = StoreFleet.join(sys.argv[1], "rollout", 0, b"s", {}, CommSettings(heartbeat_s=0.02))
 mailbox = fleet.open_mailbox(fleet.name)
 mailbox.send("hub", LeaseRequest(1, 0, 2))
 mailbox.receive(60)
@@ -68,8 +68,8 @@ class Processes:
         command = [sys.executable, "-c", ROLLOUT, self.hosted.address]
         self.rollout = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def join(self, role: str) -> Fleet:
-        return Fleet.join(self.hosted.address, role, 0, b"s", {}, self.settings)
+    def join(self, role: str) -> StoreFleet:
+        return StoreFleet.join(self.hosted.address, role, 0, b"s", {}, self.settings)
 
     def step_until(self, kind: type[E], count: int) -> list[E]:
         with waiting("hub", kind.__name__, PATIENCE_S) as wait:

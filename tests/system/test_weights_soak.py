@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.closing import at_end
 
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store.server import StoreServer
@@ -44,7 +44,7 @@ class Cluster:
         self.closing += [*self.readers, self.publisher]
 
     def join(self, role, index, info=None):
-        self.fleets.append(Fleet.join(self.hosted.address, role, index, b"s", info or {}, self.settings))
+        self.fleets.append(StoreFleet.join(self.hosted.address, role, index, b"s", info or {}, self.settings))
         return self.fleets[-1]
 
     def server(self, index):

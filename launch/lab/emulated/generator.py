@@ -15,7 +15,7 @@ from ....comm.shared_memory import host_buffer
 from ....relay.weights.layout import Layout
 from ....relay.weights.reader import WeightReader
 from ....rollout.engine.sampling import SamplingParams
-from ....rollout.engine.sequence import Completion, SequencePart, SequenceProgress, SequenceState
+from ....rollout.engine.sequence import Completion, SequenceProgress, SequenceState
 from ....rollout.generators.base import GeneratorProfile
 from ..settings import lab_of
 from .device import EmulatedDevice, EmulatedSequence, response_length
@@ -141,14 +141,14 @@ class EmulatedGenerator:
         unfinished = (*device.running.values(), *device.waiting)
         return [SequenceProgress(sequence.trajectory_id, device.num_tokens(sequence)) for sequence in unfinished]
 
-    def responses(self) -> list[SequencePart]:
-        parts: list[SequencePart] = []
+    def responses(self) -> list[SequenceState]:
+        states: list[SequenceState] = []
         for sequence in (*self.device.running.values(), *self.device.waiting):
             num_tokens = self.device.num_tokens(sequence) - sequence.num_prompt
-            prompt = [0] * sequence.num_prompt
-            tokens = [0] * num_tokens
-            parts.append(SequencePart(sequence.trajectory_id, 0, prompt, tokens, [0.0] * num_tokens))
-        return parts
+            number = sequence.trajectory_id
+            tokens = ([0] * sequence.num_prompt, [0] * num_tokens, [0.0] * num_tokens)
+            states.append(SequenceState(number, 0, self._params[number], *tokens))
+        return states
 
     def take_weights(self, deadline_s: float, version: int | None = None) -> WeightsPulled:
         self._start_if_idle()

@@ -1,6 +1,6 @@
 """Rewards of emulated trajectories, which have no text."""
 
-from ....rollout.row_writer import FinishedRow
+from ....rollout.leased_row import LeasedRow
 
 
 class EmulatedRewards:
@@ -9,15 +9,15 @@ class EmulatedRewards:
     backlog = 0
 
     def __init__(self) -> None:
-        self.done: list[FinishedRow] = []
+        self.done: list[LeasedRow] = []
         """The rows that `finished` has not returned yet."""
 
-    def submit(self, *rows: FinishedRow) -> None:
+    def submit(self, *rows: LeasedRow) -> None:
         for row in rows:
-            row.reward = float(row.held.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
+            row.reward = float(row.row_id.number * 0x9E3779B97F4A7C15 >> 40 & 1)
         self.done += rows
 
-    def finished(self) -> list[FinishedRow]:
+    def finished(self) -> list[LeasedRow]:
         done = self.done
         self.done = []
         return done

@@ -12,9 +12,9 @@ from ....comm.messages.base import storage_id_of
 from ....comm.messages.migration import TransferOffered
 from ....comm.messages.weights import WeightsPulled
 from ....comm.recipe import Recipe
+from ....rollout.leased_row import LeasedRow
 from ....rollout.migration.codec import MovedRow
 from ....rollout.partial_rows import StreamedRow
-from ....rollout.row_writer import FinishedRow
 from ..emulated.generator import EmulatedGenerator
 from ..emulated.rewards import EmulatedRewards
 from .world import OwnClock, World
@@ -54,8 +54,8 @@ class VirtualWriter:
     def start(self) -> None:
         """Nothing to start."""
 
-    def submit(self, row: FinishedRow | list[StreamedRow]) -> None:
-        assert isinstance(row, FinishedRow), "emulated trajectories are not streamed"
+    def submit(self, row: LeasedRow | list[StreamedRow]) -> None:
+        assert isinstance(row, LeasedRow), "emulated trajectories are not streamed"
         self._mailbox.send("hub", row.report([] if row.failure else [UNIT]))
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from headrace.comm.messages import (
     LeaseReturn,
     RequestRows,
     RowDone,
+    RowRef,
     RowsNotFound,
     RowsStreamed,
     StatusReport,
@@ -181,8 +182,8 @@ def test_the_rows_of_a_dead_rollout_go_to_another_and_its_late_results_are_fence
 def test_where_versions_may_mix_a_begun_row_continues_unless_its_first_tokens_are_too_old(scene: MakeScene, bound: int):
     s = scene(per_step=1, max_age=1, max_staleness=bound, lead=4)
     begun = s.lease().leases[0].group
-    unit = ["relay-0#1"]
-    s.say("rollout-0", RowsStreamed(rows=[begun.row(0)], attempts=[1], versions=[0], num_tokens=[3], storage_ids=unit))
+    first_tokens = RowRef(begun.row(0), 1, ["relay-0#1"], version=0, num_tokens=3, is_partial=True)
+    s.say("rollout-0", RowsStreamed([first_tokens]))
     s.hub.on_process_death("rollout-0", "dead")
     for step in range(2):
         s.hub.context.commit(ev.Trained(step=step))

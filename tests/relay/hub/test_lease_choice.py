@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.hub_scene import Scene
 
-from headrace.comm.messages import GroupId, LeaseRequest, RowsStreamed
+from headrace.comm.messages import GroupId, LeaseRequest, RowRef, RowsStreamed
 from headrace.relay.hub.lease_choice import Choice, LeaseChooser
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import replay
@@ -24,12 +24,8 @@ class Rules(Scene):
         groups = [lease.group for lease in self.lease(num_groups=len(begun)).leases]
         for group, has_tokens in zip(groups, begun, strict=True):
             if has_tokens:
-                self.say(
-                    "rollout-0",
-                    RowsStreamed(
-                        rows=[group.row(0)], attempts=[1], versions=[0], num_tokens=[3], storage_ids=["relay-0#1"]
-                    ),
-                )
+                first_tokens = RowRef(group.row(0), 1, ["relay-0#1"], version=0, num_tokens=3, is_partial=True)
+                self.say("rollout-0", RowsStreamed([first_tokens]))
         self.hub.on_process_death("rollout-0", "dead")
         return groups
 

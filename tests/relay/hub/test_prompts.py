@@ -16,7 +16,7 @@ from headrace.comm.messages import (
     PromptRefused,
     QueueRestored,
     RowDone,
-    SavedRow,
+    RowRef,
 )
 from headrace.comm.messages.base import GroupId
 from headrace.relay.dataset.order import MixedPrompts, PromptPool
@@ -206,7 +206,7 @@ def test_a_curriculum_that_fails_or_takes_nothing_ends_the_run(
 
 def test_a_saved_queue_takes_its_place_behind_a_dropped_prompt(scene: Scene, tmp_path: Path):
     give(scene, tmp_path, GOOD, "not JSON", GOOD, GOOD)
-    saved = SavedRow(GroupId(0, 2).row(0), 1, ["relay-0#1"], version=0, num_tokens=5, reward=0.5)
+    saved = RowRef(GroupId(0, 2).row(0), 1, ["relay-0#1"], version=0, num_tokens=5, reward=0.5)
     scene.say("relay-0", QueueRestored(0, 4, [saved]))
     assert list(scene.hub.state.groups) == [GroupId(0, 0), GroupId(0, 2)] and scene.hub.state.cursor == 3
     assert leased(scene, 1, 3) == [GroupId(0, 0), GroupId(0, 2), GroupId(0, 3)]

@@ -14,8 +14,8 @@ from headrace.comm.messages import (
     QueueRestored,
     RequestRows,
     RestoreQueue,
+    RowRef,
     RowsStreamed,
-    SavedRow,
     SaveQueue,
     TrainBatch,
 )
@@ -42,8 +42,8 @@ def group_at(scene: Scene, position: int) -> GroupId:
     return group
 
 
-def finished(group: GroupId, sample: int, attempt: int = 1) -> SavedRow:
-    return SavedRow(group.row(sample), attempt, UNIT, version=0, num_tokens=5, reward=0.5)
+def finished(group: GroupId, sample: int, attempt: int = 1) -> RowRef:
+    return RowRef(group.row(sample), attempt, UNIT, version=0, num_tokens=5, reward=0.5)
 
 
 def test_with_a_checkpoint_the_rows_of_its_version_and_of_older_ones_are_saved(scene: Scene):
@@ -52,13 +52,13 @@ def test_with_a_checkpoint_the_rows_of_its_version_and_of_older_ones_are_saved(s
     new = scene.lease(request=2, version=1)
     scene.finish(new)
     group = scene.lease(request=3, version=0).leases[0].group
-    begun = RowsStreamed(rows=[group.row(0)], attempts=[1], versions=[0], num_tokens=[3], storage_ids=UNIT)
-    scene.say("rollout-0", begun)
+    begun = RowRef(group.row(0), 1, UNIT, version=0, num_tokens=3, is_partial=True)
+    scene.say("rollout-0", RowsStreamed([begun]))
     scene.say("actor-0", CheckpointWritten(0, "checkpoints/step_0"))
     [order] = [message for message in scene.heard("relay-0") if isinstance(message, SaveQueue)]
     assert (order.step, order.cursor) == (0, 3)
-    rows = [SavedRow(old.leases[0].group.row(n), 1, UNIT, 0, 5, float(n)) for n in range(2)]
-    assert order.rows == [*rows, SavedRow(group.row(0), 1, UNIT, 0, 3)]
+    rows = [RowRef(old.leases[0].group.row(n), 1, UNIT, 0, 5, float(n)) for n in range(2)]
+    assert order.rows == [*rows, begun]
 
 
 def test_rows_beyond_the_most_that_an_order_has_are_counted_on_the_console(
@@ -75,7 +75,7 @@ def test_rows_beyond_the_most_that_an_order_has_are_counted_on_the_console(
 
 def test_a_group_leased_after_the_checkpoint_takes_its_place_with_the_rows_that_were_saved(scene: Scene):
     before, group = group_at(scene, 0), group_at(scene, 1)
-    begun = SavedRow(group.row(1), 1, UNIT, version=0, num_tokens=3)
+    begun = RowRef(group.row(1), 1, UNIT, version=0, num_tokens=3, is_partial=True)
     scene.say("relay-0", QueueRestored(0, 3, [finished(group, 0), begun]))
     state = scene.hub.state
     assert (list(state.groups), state.cursor) == ([before, group], 2), "nothing after the last saved row is leased"
@@ -87,7 +87,7 @@ def test_a_group_leased_after_the_checkpoint_takes_its_place_with_the_rows_that_
     first, second = grant.leases
     assert (first.group, first.samples, first.partials) == (before, [0, 1], ())
     assert (second.group, second.samples) == (group, [1])
-    assert [(ref.sample, ref.key) for ref in second.partials] == [(1, begun.key)]
+    assert second.partials == (begun,)
 
 
 def test_a_repeated_report_and_rows_that_nothing_needs_change_nothing(scene: Scene):

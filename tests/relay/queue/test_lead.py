@@ -14,7 +14,7 @@ from headrace.launch.lab.emulated.rewards import EmulatedRewards
 from headrace.launch.lab.settings import LabSettings
 from headrace.launch.lab.virtual.run import VirtualRun
 from headrace.relay.journal.journal import replay
-from headrace.rollout.row_writer import FinishedRow
+from headrace.rollout.leased_row import LeasedRow
 
 STEPS, GROUPS, SAMPLES = 20, 32, 2
 
@@ -81,10 +81,10 @@ def grown(growth: float) -> Callable[[int, int, LabSettings, int], int]:
 def rewards(filtered: float) -> Callable[..., None]:
     """Rewards that are equal in this share of the groups."""
 
-    def submit(self: EmulatedRewards, *rows: FinishedRow) -> None:
+    def submit(self: EmulatedRewards, *rows: LeasedRow) -> None:
         for row in rows:
-            is_equal = Random(f"{row.held.row_id.group}").random() < filtered
-            row.reward = 0.0 if is_equal else float(row.held.row_id.sample)
+            is_equal = Random(f"{row.row_id.group}").random() < filtered
+            row.reward = 0.0 if is_equal else float(row.row_id.sample)
         self.done += rows
 
     return submit

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.in_memory import MemoryFleet, MemoryNetwork
 from support.power_cut import PowerCuts
 
 from headrace.comm.errors import StorageFull
 from headrace.comm.fleet import Member
-from headrace.comm.messages import RowId, SavedRow, SaveQueue
+from headrace.comm.messages import RowId, RowRef, SaveQueue
 from headrace.relay import checkpoints
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.queue import row_file, saved_queue
@@ -33,11 +34,11 @@ class Run:
         self.storage = ReplicatedRows(self.relay)
         stack.callback(self.storage.close)
 
-    def put(self, sample: int, version: int = STEP, reward: float | None = 1.0) -> SavedRow:
+    def put(self, sample: int, version: int = STEP, *, is_partial: bool = False) -> RowRef:
         """A row in the unit: finished, or the first tokens of one."""
-        row = SavedRow(RowId(0, 7, sample), 2, [], version, 4, reward)
+        row = RowRef(RowId(0, 7, sample), 2, [], version, 4, reward=float(not is_partial), is_partial=is_partial)
         columns = {"response_ids": np.arange(sample, sample + 4, dtype=np.int32), "versions": np.full(4, version)}
-        return SavedRow(row.row, 2, self.storage.put_row(row.key, columns), version, 4, reward)
+        return replace(row, storage_ids=self.storage.put_row(row.key, columns))
 
 
 @pytest.fixture
@@ -52,14 +53,14 @@ def later() -> Iterator[Run]:
         yield Run(stack)
 
 
-def save(run: Run, folder: Path, *rows: SavedRow) -> int:
+def save(run: Run, folder: Path, *rows: RowRef) -> int:
     saved = save_queue(folder, SaveQueue(1, STEP, 9, list(rows)), run.storage)
     assert not saved.problem
     return saved.num_rows
 
 
 def test_saved_rows_are_in_the_units_of_a_later_run_with_the_same_bytes(run: Run, later: Run, tmp_path: Path):
-    rows = [*(run.put(sample) for sample in range(70)), run.put(90, reward=None)]
+    rows = [*(run.put(sample) for sample in range(70)), run.put(90, is_partial=True)]
     assert save(run, tmp_path, *rows) == 71
     restored = restore_queue(tmp_path, STEP, later.storage)
     assert (restored.cursor, restored.problem) == (9, "")

@@ -10,7 +10,7 @@ import torch
 from support.closing import at_end
 
 from headrace.comm.environment import SEGMENT_FD
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.memfd import create_memory
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store.server import StoreServer
@@ -22,13 +22,13 @@ from headrace.relay.weights.reader import WeightReader
 PATIENCE_S = 240.0
 RELAY = """
 import os, sys
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.relay.weights.server import WeightServer
 segment = Segment.inherited()
 settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=60)
-fleet = Fleet.join(sys.argv[1], "relay", int(sys.argv[2]), b"s", {"segment": segment.path}, settings)
+fleet = StoreFleet.join(sys.argv[1], "relay", int(sys.argv[2]), b"s", {"segment": segment.path}, settings)
 server = WeightServer(fleet, segment, settings).start()
 print("ready", flush=True)
 sys.stdin.readline()
@@ -65,7 +65,7 @@ class Processes:
         self.relays[index].communicate()
 
     def join(self, role, index=0):
-        fleet = Fleet.join(self.hosted.address, role, index, b"s", {}, self.settings)
+        fleet = StoreFleet.join(self.hosted.address, role, index, b"s", {}, self.settings)
         self.closing.append(fleet.leave)
         return fleet
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store.server import StoreServer
@@ -104,7 +104,7 @@ from support.sharded_model import CUTS, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.links.process_group import meeting_store
 from headrace.launch.processes.role_process import end_process
@@ -116,7 +116,7 @@ address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3
 tp = int(sys.argv[7])
 settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=240)
 model = build()
-fleet = Fleet.join(address, "actor", rank, b"s", {}, settings)
+fleet = StoreFleet.join(address, "actor", rank, b"s", {}, settings)
 if size > 1:
     store = meeting_store(fleet.store, "127.0.0.1", f"actor/{size}", 240, is_host=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -143,8 +143,8 @@ def published_by(num_ranks, link, dtype, tp):
     hosted = StoreServer("127.0.0.1", b"s").start()
     settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=240)
     segment = Segment.create_anonymous()
-    relay = Fleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
-    rollout = Fleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
+    relay = StoreFleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
+    rollout = StoreFleet.join(hosted.address, "rollout", 0, b"s", {}, settings)
     server = WeightServer(relay, segment, settings).start()
     at_end(hosted.close)
     for close in (relay.leave, rollout.leave, segment.close, server.close):

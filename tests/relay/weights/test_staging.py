@@ -10,24 +10,27 @@ from support.closing import at_end
 from support.system import System
 
 from headrace.comm.errors import LinkBroken, SettingError
-from headrace.comm.fleet import Fleet
+from headrace.comm.fleet import StoreFleet
 from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
-from headrace.relay import loop
+from headrace.relay.weights import chain
 from headrace.relay.weights.layout import Layout
 from headrace.relay.weights.publisher import WeightPublisher
 from headrace.relay.weights.reader import WeightReader
 from headrace.relay.weights.server import WeightServer
 
 
-def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment():
+def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_in_its_segment(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(chain, "remote_backend", lambda settings: "staged")  # buckets in host memory, over Gloo
     hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(heartbeat_s=0.05, deadline_s=60)
     segment = Segment.create_anonymous()
-    info = {"segment": segment.path, "staging": "staged"}
+    info = {"segment": segment.path}
     fleets = [
-        Fleet.join(hosted.address, role, 0, b"s", info if role == "relay" else {}, settings)
+        StoreFleet.join(hosted.address, role, 0, b"s", info if role == "relay" else {}, settings)
         for role in ("relay", "actor", "rollout")
     ]
     server = WeightServer(fleets[0], segment, settings).start()
@@ -58,7 +61,7 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
 
 
 def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loop, "staging_of", lambda settings: "staged")  # buckets in host memory, over Gloo
+    monkeypatch.setattr(chain, "remote_backend", lambda settings: "staged")
     system = System(tmp_path).start_all()
     summary = system.wait()
     assert summary["status"] == "finished" and summary["accounting"]["holds"] is True
@@ -66,10 +69,9 @@ def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_an_actor_without_a_gpu_cannot_push_to_one():
-    hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(heartbeat_s=0.05)
-    info = {"segment": "", "staging": "nccl"}
-    relay = Fleet.join(hosted.address, "relay", 0, b"s", info, settings)
-    actor = Fleet.join(hosted.address, "actor", 0, b"s", {}, settings)
+    hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(link="nccl", heartbeat_s=0.05)
+    relay = StoreFleet.join(hosted.address, "relay", 0, b"s", {"segment": ""}, settings)
+    actor = StoreFleet.join(hosted.address, "actor", 0, b"s", {}, settings)
     tensors = {"w": torch.zeros(3)}
     publisher = WeightPublisher(actor, Layout.of(tensors, "float32"), settings).start()
     for close in (hosted.close, relay.leave, actor.leave, publisher.close):

@@ -11,13 +11,12 @@ from support.http_server import chat, serving
 from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import RewardSettings
-from headrace.rollout.leases import LeasedRow
+from headrace.rollout.leased_row import LeasedRow
 from headrace.rollout.rewards.addresses import open_address
 from headrace.rollout.rewards.endpoint import Address, Endpoint, EndpointError
 from headrace.rollout.rewards.function import RewardFunction, Scores, WrongLength, combined
 from headrace.rollout.rewards.judge import CUT, NO_NUMBER, OUT_OF_RANGE, read_score
 from headrace.rollout.rewards.pool import UNSCORED, RewardCall
-from headrace.rollout.row_writer import FinishedRow
 
 KEY = "sk-0123456789"
 
@@ -74,7 +73,7 @@ def test_an_answer_without_a_usable_score_is_no_reward_and_its_reason_is_counted
     with serving(lambda number, body: (200, chat(text))) as server:
         scores = score(judge(server.url), "x")
     assert scores.rewards == [None]
-    request = FinishedRow(LeasedRow(GroupId(0, 0).row(0), 1, 0, {"prompt": "p"}), "x")
+    request = LeasedRow(GroupId(0, 0).row(0), 1, 0, {"prompt": "p"}, response="x")
     ((reward, info),) = combined(["judge"], [1.0], [scores])
     RewardCall([[request]]).settle({"rewards": [reward], "info": [info]})
     assert scores.extra[0]["judge/reason"] == reason

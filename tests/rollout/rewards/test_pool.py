@@ -18,9 +18,8 @@ from headrace.comm.errors import SettingError
 from headrace.comm.messages import GroupId
 from headrace.comm.recipe import RewardSettings
 from headrace.rollout.engine.sequence import Completion
-from headrace.rollout.leases import LeasedRow
+from headrace.rollout.leased_row import LeasedRow
 from headrace.rollout.rewards.pool import MAX_BATCH, RewardPool
-from headrace.rollout.row_writer import FinishedRow
 
 
 @pytest.fixture
@@ -48,22 +47,22 @@ def ends(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def sample(number: int, row: dict, response: str = "text") -> FinishedRow:
+def sample(number: int, row: dict, response: str = "text") -> LeasedRow:
     """A finished sample of prompt `number` of the data."""
     done = Completion(number, [0], [1, 2], [0.0, 0.0], "stop", text=response)
-    return FinishedRow(LeasedRow(GroupId(0, number).row(0), 1, 0, row, done), response)
+    return LeasedRow(GroupId(0, number).row(0), 1, 0, row, done, response=response)
 
 
-def score(pool: RewardPool, *rows: dict, completions: list[str] | None = None) -> list[FinishedRow]:
+def score(pool: RewardPool, *rows: dict, completions: list[str] | None = None) -> list[LeasedRow]:
     for number, row in enumerate(rows):
         completion = completions[number] if completions else "text"
         pool.submit(sample(number, {"prompt": "p", **row}, completion))
-    done: list[FinishedRow] = []
+    done: list[LeasedRow] = []
     deadline = time.monotonic() + 240
     while len(done) < len(rows) and time.monotonic() < deadline:
         done += pool.finished()
         time.sleep(0.005)
-    return sorted(done, key=lambda item: item.held.row_id.number)
+    return sorted(done, key=lambda item: item.row_id.number)
 
 
 TRL = "def reward(prompts, completions, completion_ids, answer, **columns):\n"
@@ -328,10 +327,9 @@ import sys, time
 from headrace.comm.recipe import RewardSettings
 from headrace.rollout.rewards.pool import RewardPool
 from headrace.comm.messages import GroupId
-from headrace.rollout.leases import LeasedRow
-from headrace.rollout.row_writer import FinishedRow
+from headrace.rollout.leased_row import LeasedRow
 rewards = RewardPool(RewardSettings(path=sys.argv[1] + ":reward")).start()
-rewards.submit(FinishedRow(LeasedRow(GroupId(0, 0).row(0), 1, 0, {"prompt": "p", "answer": 1}), "text"))
+rewards.submit(LeasedRow(GroupId(0, 0).row(0), 1, 0, {"prompt": "p", "answer": 1}, response="text"))
 time.sleep(1000)
 """
 
@@ -468,12 +466,12 @@ def test_async_and_other_functions_add_up(pool: MakePool, tmp_path: Path):
     source = "async def one(answer):\n    return [1.0 for _ in answer]\ndef two(answer):\n    return [None, 2.0][:len(answer)]\n"
     rewards = pool(source, path=tuple(f"{tmp_path / 'rewards.py'}:{name}" for name in ("two", "one")))
     rewards.submit(*(sample(number, {"prompt": "p", "answer": 0}) for number in range(2)))
-    done: list[FinishedRow] = []
+    done: list[LeasedRow] = []
     deadline = time.monotonic() + 120
     while len(done) < 2 and time.monotonic() < deadline:
         done += rewards.finished()
         time.sleep(0.005)
-    assert [item.reward for item in sorted(done, key=lambda item: item.held.row_id.number)] == [1.0, 3.0]
+    assert [item.reward for item in sorted(done, key=lambda item: item.row_id.number)] == [1.0, 3.0]
 
 
 def test_samples_that_are_submitted_together_come_in_one_call_even_after_a_failure(pool: MakePool):
@@ -485,14 +483,12 @@ def test_samples_that_are_submitted_together_come_in_one_call_even_after_a_failu
     groups = [["x", "bad", "x"], ["y", "y", "y"], ["z", "z", "z"]]
     for number, group in enumerate(groups):
         rewards.submit(*(sample(number, {"prompt": "p", "answer": answer}, "") for answer in group))
-    done: list[FinishedRow] = []
+    done: list[LeasedRow] = []
     deadline = time.monotonic() + 120
     while len(done) < 9 and time.monotonic() < deadline:
         done += rewards.finished()
         time.sleep(0.005)
-    by_group = {
-        number: {item.reward for item in done if item.held.row_id.group.prompt == number} for number in range(3)
-    }
+    by_group = {number: {item.reward for item in done if item.row_id.group.prompt == number} for number in range(3)}
     assert by_group[0] == {None} and all(reward and reward % 3 == 0 for n in (1, 2) for reward in by_group[n])
 
 
@@ -511,7 +507,7 @@ def reward(prompts, **columns):
         slow.submit(request)
     wait_for(lambda: slow.backlog == 4, lambda: True, lambda: f"{slow.backlog} wait", patience_s=60)
     (tmp_path / "go").touch()
-    done: list[FinishedRow] = []
+    done: list[LeasedRow] = []
     wait_for(
         lambda: done.extend(slow.finished()) or len(done) == len(rows), lambda: True, lambda: "hangs", patience_s=60
     )
@@ -529,7 +525,7 @@ def reward(prompts, completions, name, **columns):
     return [float(os.getpid())] * len(prompts)
 """
     both = pool(source, workers=2)
-    done: list[FinishedRow] = []
+    done: list[LeasedRow] = []
     for number, name in enumerate(("first", "second")):
         both.submit(sample(number, {"prompt": "p", "name": name}))
         wait_for((tmp_path / name).exists, lambda: True, lambda: "no call began", patience_s=60)

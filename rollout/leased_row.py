@@ -1,0 +1,152 @@
+"""A trajectory in a rollout, from its lease to its row: what it is leased as, what was generated, and how it was scored."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..comm.messages import RowDone, RowId, SampleScored
+from .engine.sequence import Completion
+from .environments.base import Episode
+
+LARGEST = 3.4e38
+"""Largest reward in size: a row stores it in 32 bits."""
+MOST_TEXT = 1 << 15
+"""Most characters of a response of an evaluation that the hub gets."""
+
+
+@dataclass(slots=True)
+class LeasedRow:
+    """A trajectory that this rollout has the lease of. One that has failed may have no completion."""
+
+    row_id: RowId
+    attempt: int
+    version: int
+    """The version that drew its first token."""
+    row: dict[str, Any]
+    completion: Completion | None = None
+    switches: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens of prompt and response so far, new version) at each change of the weights."""
+    claim_id: int = 0
+    """The unanswered claim of its lease (see rollout/migration); 0 if the lease is certain."""
+    num_kept: int = 0
+    """Tokens of the response that an earlier holder drew before it died."""
+    episode: Episode | None = None
+    """Its turns, if it has an environment."""
+    response: str | list[dict[str, Any]] = ""
+    """For the reward functions: text, or the messages of several turns."""
+    reward: float | None = None
+    failure: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """`metrics`: numbers to average over a step, each function's reward among them; `extra`: other notes on the sample."""
+    frames: list[str] = field(default_factory=list)
+    """The lines of the user's code on the way to the error that is the failure."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the finished response that the policy has drawn here."""
+        if self.completion is None:
+            return 0
+        inserted = 0 if self.episode is None else self.episode.num_inserted(start=self.num_kept)
+        return len(self.completion.token_ids) - self.num_kept - inserted
+
+    @property
+    def episode_reward(self) -> float:
+        """The reward that its environment gave, 0 without one."""
+        return 0.0 if self.episode is None else self.episode.reward
+
+    def token_versions(self) -> list[int]:
+        """The version that drew each token of the finished response."""
+        done = self.completion
+        return [] if done is None else self.first_versions(len(done.prompt_ids), len(done.token_ids))
+
+    def drawn_by(self) -> set[int]:
+        """The versions that drew a token of the finished response."""
+        if self.completion is None:
+            return set()
+        num_prompt = len(self.completion.prompt_ids)
+        end = len(self.completion.token_ids)
+        versions = [self.version]
+        starts = [0]
+        for position, version in self.switches:
+            versions.append(version)
+            starts.append(position - num_prompt)
+        spans = zip(versions, starts, [*starts[1:], end], strict=True)
+        return {version for version, first, last in spans if first < min(last, end)}
+
+    def first_versions(self, num_prompt: int, num_tokens: int) -> list[int]:
+        """The version that drew each of the first `num_tokens` tokens of the response to a prompt of `num_prompt` tokens."""
+        versions = [self.version] * num_tokens
+        for position, version in self.switches:
+            first = position - num_prompt
+            versions[first:] = [version] * (num_tokens - first)
+        return versions
+
+    def keep(self, num_prompt: int, versions: Sequence[int]) -> None:
+        """Continue another holder's response: `versions` drew its first tokens, and this row's version draws the next."""
+        pairs = zip((None, *versions), (*versions, self.version), strict=True)
+        starts = [(num_prompt + at, new) for at, (old, new) in enumerate(pairs) if old != new]
+        self.version = starts[0][1]
+        self.switches = starts[1:]
+        self.num_kept = len(versions)
+
+    def set_reward(self, reward: float | None) -> None:
+        """Take its whole reward; the trajectory fails with one that no row stores."""
+        is_usable = reward is None or abs(reward) <= LARGEST  # not so for NaN
+        self.reward = reward if is_usable else None
+        self.failure = self.failure or ("" if is_usable else f"the reward is {reward}")
+
+    def report(self, storage_ids: list[str]) -> RowDone | SampleScored:
+        """The message to the hub about the row, which these units have, or about the sample of an evaluation."""
+        if self.row_id.is_evaluation:
+            return self._sample_scored()
+        done = self.completion
+        versions = self.drawn_by()
+        return RowDone(
+            row=self.row_id,
+            attempt=self.attempt,
+            version=min(versions, default=self.version),
+            storage_ids=storage_ids,
+            num_tokens=len(done.prompt_ids) + len(done.token_ids) if done else 0,
+            reward=self.reward,
+            num_versions=len(versions) or 1,
+            failure=self.failure,
+            num_kept=self.num_kept,
+        )
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The row's columns; log-probs, versions and the loss mask have one entry per token of the response."""
+        done = self.completion
+        assert done is not None
+        return {
+            "prompt_ids": np.array(done.prompt_ids, dtype=np.int32),
+            "response_ids": np.array(done.token_ids, dtype=np.int32),
+            "rollout_logprobs": np.array(done.logprobs, dtype=np.float32),
+            "versions": np.array(self.token_versions(), dtype=np.int32),
+            "loss_mask": self._loss_mask(len(done.token_ids)),
+            "reward": np.array([self.reward], dtype=np.float32),
+            "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
+            "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
+        }
+
+    def _sample_scored(self) -> SampleScored:
+        done = self.completion
+        text = self.response if isinstance(self.response, str) else json.dumps(self.response)
+        return SampleScored(
+            row=self.row_id,
+            attempt=self.attempt,
+            versions=sorted(self.drawn_by()) or [self.version],
+            num_tokens=len(done.token_ids) if done else 0,
+            is_truncated=done is not None and done.finish_reason == "length",
+            reward=self.reward,
+            failure=self.failure,
+            text=text[:MOST_TEXT],
+        )
+
+    def _loss_mask(self, num_tokens: int) -> np.ndarray:
+        """1 for the tokens that the policy drew, 0 for those that its environment inserted."""
+        ones = [1] * num_tokens
+        return np.array(ones if self.episode is None else self.episode.loss_mask(num_tokens), dtype=np.uint8)
