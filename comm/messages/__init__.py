@@ -43,6 +43,7 @@ from .run import (
     DrainRequested,
     Failed,
     Interrupted,
+    LearningAlarm,
     MemberStatus,
     RestartPoint,
     StatusReport,
