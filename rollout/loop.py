@@ -249,7 +249,7 @@ class Rollout:
 
     def _report(self) -> None:
         now = self._clock.now()
-        if now - self._totals.reported_at < self._recipe.repack.period_s / 2:
+        if now - self._totals.reported_at < self._recipe.repack.report_s:
             return
         self._totals.reported_at = now
         load = self._totals.report(self.generator, self.migration, self._generation.num_drawn)

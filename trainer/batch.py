@@ -163,6 +163,15 @@ class PackedBatch:
         """[R] bool: drawn by the policy in training."""
         return (self.staleness == 0) & (not self.is_updated)
 
+    @property
+    def positions(self) -> Tensor:
+        """[R] int64: the place of each token in its response, from 0."""
+        num_tokens = len(self.mask)
+        starts = self.response_lengths.cumsum(0) - self.response_lengths
+        # With `output_size` a GPU need not tell the host how many tokens there are.
+        firsts = starts.repeat_interleave(self.response_lengths, output_size=num_tokens)
+        return torch.arange(num_tokens, device=firsts.device) - firsts
+
 
 def pack(
     trajectories: list[Trajectory], version: int, device: torch.device, *, is_updated: bool = False

@@ -16,7 +16,15 @@ from ..comm.clock import REAL_TIME, Clock
 from ..comm.disk import say
 from ..comm.fleet import TRAINS_AGAIN, Fleet
 from ..comm.host_memory import give_back_heap
-from ..comm.messages import CheckpointWritten, EvaluationResult, RestartPoint, StepTrained, TrainBatch, TrainingDone
+from ..comm.messages import (
+    CheckpointWritten,
+    EvaluationResult,
+    LearningAlarm,
+    RestartPoint,
+    StepTrained,
+    TrainBatch,
+    TrainingDone,
+)
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waited_seconds
@@ -24,11 +32,13 @@ from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import AfterLastStep, ExperienceStream, RunStopped, Stream
 from ..relay.queue.tasks import REFERENCE
+from .alarms.balance import Balance, layout_of
+from .alarms.collapse import CollapseWatch
+from .alarms.cut_responses import CutResponses
 from .algorithms.objective import has_gradient
-from .balance import Balance, layout_of
 from .checkpoint import CheckpointWriter
 from .learners.base import Learner, open_learner
-from .metrics_log import CutResponses, MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
+from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .progress import behind_line, progress
 from .recovery import has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
@@ -85,6 +95,9 @@ class Trainer:
         """The hub has requested a checkpoint of a later step than this, in addition to those that are due."""
         self.checkpointed_at = time.monotonic()
         """When the last checkpoint was begun, or this process."""
+        self.stops_at_collapse = recipe.run.on_collapse == "stop"
+        self.has_collapsed = False
+        """An alarm has ended the run: the weights of now are not worth a checkpoint."""
         self.metrics: dict[str, Value] = {}
         self.evaluates = bool(recipe.eval.paths)
         self.stream = stream or self._open_stream()
@@ -139,7 +152,7 @@ class Trainer:
         try:
             if self.evaluates and self.learner.version >= self.recipe.run.steps:
                 self.last_evaluations()  # a process before this one had trained the last step
-            while (step := self.learner.version) < self.recipe.run.steps:
+            while (step := self.learner.version) < self.recipe.run.steps and not self.has_collapsed:
                 self.train_step(step)
                 self.checkpoint_if_due()
         except RunStopped:
@@ -218,13 +231,16 @@ class Trainer:
 
     def checkpoint_if_due(self) -> None:
         """Begin a checkpoint every `checkpoint_steps`, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one."""
+        if self.stops_at_collapse:
+            is_alarmed = self.recorder is not None and self.recorder.has_collapsed
+            self.has_collapsed = bool(self.group.all_reduce_max([float(is_alarmed)])[0])  # rank 0 alone judges
         every = self.recipe.checkpoint_steps
         is_late = 0.0
         if self.recipe.checkpoint.every is None and self.has_state:
             is_late = float(time.monotonic() - self.checkpointed_at >= CHECKPOINT_PERIOD_S)
             is_late = self.group.all_reduce_max([is_late if self.group.is_lead else 0.0])[0]  # rank 0's clock counts
         is_due = every and self.learner.version % every == 0
-        if is_due or is_late or self.checkpoint_after >= self.checkpoints.newest:
+        if (is_due or is_late or self.checkpoint_after >= self.checkpoints.newest) and not self.has_collapsed:
             self.checkpoint()
         self.checkpoints.check()
 
@@ -307,13 +323,14 @@ class Trainer:
         """
         self.stream.close()
         is_due = self.has_state or self.recipe.checkpoint.every or self.checkpoint_after >= self.checkpoints.newest
+        is_due = is_due and not self.has_collapsed
         if is_due and self.learner.version > self.checkpoints.newest:
             self.checkpoint()
         if is_behind and self.group.is_lead and self.num_counted:
             say(behind_line(self.learner.version, self.checkpoints.newest, self.num_counted))
         self.checkpoints.close()
         is_trained = self.learner.version > 0  # else the model would be the one that the run began with
-        export = self.learner.export() if is_trained and not is_behind else ""
+        export = self.learner.export() if is_trained and not is_behind and not self.has_collapsed else ""
         self.learner.close()
         self.trace.close()
         self.storage.close()
@@ -331,6 +348,10 @@ class RunRecorder:
         self.log = MetricsLog(trainer.run_dir, trainer.first_step, trainer.clock, trainer.recipe.comm.deadline_s)
         self.num_steps = trainer.recipe.run.steps
         self.cuts = CutResponses(trainer.recipe.sampling.max_new_tokens)
+        self.collapse = CollapseWatch(trainer.recipe)
+        self.has_collapsed = False
+        """Whether an alarm of this process ends the run."""
+        self.checkpoints = trainer.checkpoints
         self.time_left = TimeLeft(self.num_steps)
         self.balance = Balance(layout_of(trainer.recipe))
         self.clock = trainer.clock
@@ -345,6 +366,7 @@ class RunRecorder:
         """The values of `checkpoint.best` by version, if it is a metric of evaluations."""
         for line in self.log.lines():
             self.next_step = line["step"] + 1
+            self.collapse.step(line["step"], line)
             self.rewards.append(line["reward/mean"])
             self.num_tokens += round(line["perf/throughput"] * line["timing_s/step"])
             if "eval/version" in line:
@@ -364,8 +386,13 @@ class RunRecorder:
         }
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
+        metrics |= self.collapse.step(step, metrics)
         self.log.write(step, metrics)
         say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
+        for text in self.collapse.told(self.checkpoints.newest):
+            say(f"alarm: {text}")
+            self.mailbox.send("hub", LearningAlarm(text, self.collapse.ends_run))
+            self.has_collapsed = self.collapse.ends_run
         if warning := self.cuts.warning(stats.cut_share):
             say(warning)
         rollout_idle = metrics.get("idle/rollout")
@@ -394,6 +421,8 @@ class RunRecorder:
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
         if advice := self.balance.advice():
             facts["advice"] = advice
+        if self.collapse.last:
+            facts["alarm"] = self.collapse.last
         if unbeaten := unbeaten_line(self.best, self.scores, saved):
             facts["best"] = unbeaten
         self.log.close()

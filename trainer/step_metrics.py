@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm.messages.queue import RowRef
 from ..comm.recipe.run import REWARD_STATISTICS
+from .algorithms.kl_table import KLTable, kl_metrics
 from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
 from .batch import PackedBatch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
-    "router_loss", "staleness",
+    "router_loss", "staleness", "prompts_with_turns", "prompts_looked_at",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -29,7 +30,8 @@ class StepMetrics:
     """Statistics of the data of one optimizer step.
 
     `is/*` counts all tokens. `mismatch/*` counts only tokens that the version in training drew, so it shows the mismatch of
-    generator and trainer apart from staleness; `staleness/kl` and `staleness/limited_frac` count only the others.
+    generator and trainer apart from staleness; `staleness/kl` and `staleness/limited_frac` count only the others. `kl/*` counts all
+    tokens, by staleness and by place in the response.
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,9 @@ class StepMetrics:
         self.group_stds: list[float] = []
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
+        self._kl_table = KLTable()
+        self._kl_totals: list[float] | None = None
+        """Those of all ranks, after `reduce`."""
         self._notes: dict[str, tuple[float, int]] = {}
         """Sum and count of each number that reward functions noted on responses."""
 
@@ -63,6 +68,12 @@ class StepMetrics:
                     total, count = self._notes.get(name, (0.0, 0))
                     self._notes[name] = (total + value, count + 1)
 
+    def add_turns(self, batch: "Batch", turn_tokens: frozenset[int]) -> None:
+        """Count the prompts of this rank's rows that have any of the tokens by which the model's own chat template marks turns."""
+        if turn_tokens:
+            has_turns = [not turn_tokens.isdisjoint(prompt.tolist()) for prompt in batch["prompt_ids"]]
+            self._add(prompts_with_turns=sum(has_turns), prompts_looked_at=len(has_turns))
+
     def add_non_finite(self, num_tokens: int) -> None:
         """Count tokens that have no loss, since a column has no finite number for them."""
         self._add(non_finite=num_tokens)
@@ -75,6 +86,7 @@ class StepMetrics:
         self._add(tokens=batch.mask.sum(), weight=terms.weight, pg_loss=terms.pg_loss, clipped=terms.clipped)
         self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
         self._add(limited=terms.limited, limited_fresh=terms.limited_fresh)
+        self._kl_table.add(batch, logprobs)
         ratio = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO).exp()[mask]
         self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
         self._update_max(ratio=ratio.max())
@@ -99,6 +111,7 @@ class StepMetrics:
         """Sum over the ranks; a collective."""
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
+        self._kl_totals = group.all_reduce_sum(self._kl_table.totals())
         names = group.union(self._notes)
         totals = group.all_reduce_sum([float(part) for name in names for part in self._notes.get(name, (0.0, 0))])
         self._notes = {name: (totals[2 * i], int(totals[2 * i + 1])) for i, name in enumerate(names)}
@@ -139,6 +152,8 @@ class StepMetrics:
         out = notes | {f"reward/{name}": statistic(rewards) for name, statistic in REWARD_STATISTICS.items()} | out
         if s["router_loss"]:
             out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
+        if s["prompts_looked_at"]:
+            out["prompt/turn_frac"] = s["prompts_with_turns"] / s["prompts_looked_at"]
         if s["fresh"]:
             out["mismatch/probs_diff_mean"] = s["prob_diff"] / s["fresh"]
             out["mismatch/probs_diff_max"] = self._maxima["prob_diff"]
@@ -148,7 +163,7 @@ class StepMetrics:
         if stale := s["tokens"] - s["fresh"]:
             out["staleness/kl"] = s["stale_kl"] / stale
             out["staleness/limited_frac"] = s["limited"] / stale
-        return out
+        return out | kl_metrics(self._kl_totals or self._kl_table.totals())
 
     def _add(self, **values: Tensor | float) -> None:
         for name, value in values.items():

@@ -44,6 +44,7 @@ from .run import (
     DrainRequested,
     Failed,
     Interrupted,
+    LearningAlarm,
     MemberStatus,
     RestartPoint,
     StatusReport,

@@ -43,6 +43,14 @@ class StepTrained(Message, frozen=True):
     waited_s: float = 0.0
 
 
+class LearningAlarm(Message, frozen=True):
+    """To the hub: the metrics of a step show that learning is about to collapse; `text` names the cause and the setting to change."""
+
+    text: str
+    ends_run: bool = False
+    """The trainer stops here, as `run.on_collapse=stop` asks."""
+
+
 class CheckpointWritten(Message, frozen=True):
     """To the hub: the checkpoint after `step` optimizer steps is complete; training may have advanced since."""
 
@@ -72,12 +80,13 @@ class MemberStatus(msgspec.Struct, frozen=True):
 
 
 class StatusReport(Message, frozen=True):
-    """From the hub: the number of trained steps, the newest version, the members and the account of the rows."""
+    """From the hub: the number of trained steps, the newest version, the members, the account of the rows, and the last alarm, if any."""
 
     step: int
     version: int
     members: list[MemberStatus]
     account: dict[str, int | bool]
+    alarm: str = ""
 
 
 class CheckpointRequested(Message, frozen=True):

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from ..errors import SettingError
 from ..messages.base import MAX_SAMPLES
 from .fields import MAX_SECONDS, Count, OptionalCount
 
@@ -57,10 +58,25 @@ class QueueSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Your own tasks for every trajectory, with `name`, `function`, `needs` and `yields`; the `roles.task` ranks run them."""
 
 
+_USUAL_PERIOD_S = 5.0
+
+
 class RepackSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`repack.*`: moving the last trajectories of a version to a few rollouts, so that the others can start the next version."""
 
-    enabled: bool = True
-    """Whether trajectories are moved."""
-    period_s: Annotated[float, Meta(ge=0.01, le=MAX_SECONDS)] = 5.0
-    """Seconds between two plans; a new version also causes one. Rollouts report their load twice as often."""
+    period_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = _USUAL_PERIOD_S
+    """Seconds between two plans; a new version also causes one. Rollouts report their load twice as often. 0 moves no trajectory."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.period_s < 0.01:
+            raise SettingError(f"repack.period_s={self.period_s:g}: set 0 (no moves) or at least .01")
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether trajectories are moved."""
+        return self.period_s > 0
+
+    @property
+    def report_s(self) -> float:
+        """Seconds between two reports of a rollout's load, which the metrics and the leases need too."""
+        return (self.period_s or _USUAL_PERIOD_S) / 2

@@ -36,6 +36,8 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     of each step, for `headrace replay`; with `none` the death of the trainer ends the run."""
     resume: Literal["never", "auto", "restart"] = "never"
     """`never` refuses a folder with a run; `auto` continues it after its last step; `restart` starts at step 1 and keeps its files aside."""
+    on_collapse: Literal["warn", "stop"] = "warn"
+    """At an alarm that learning is about to collapse (docs/use/troubleshooting.md): go on, or `stop` with the last checkpoint before it."""
 
     def __post_init__(self) -> None:
         if self.dir.startswith("~"):  # no shell replaces it within a word, and a folder of this name would be made

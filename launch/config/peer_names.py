@@ -14,6 +14,7 @@ EARLIER: Mapping[str, str] = {
     "queue.on_stale": "a step always waits for a group that is due under queue.max_staleness",
     "relay.staging_device": "with comm.link=nccl the relays choose a GPU without an actor or rollout themselves",
     "repack.batch_bound": "each rollout measures it at its start",
+    "repack.enabled": "repack.period_s=0 moves no trajectory",
     "repack.slowdown": "a moved trajectory slows the decode steps of its destination to three times an empty cache's at most",
     "repack.transfer": "each rollout measures which is cheaper, to send a cache or to compute it again",
     "rollout.batch_groups": "a rollout takes its share of a step or of the window; queue.lead=N sets the window",

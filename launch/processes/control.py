@@ -60,6 +60,8 @@ def describe(status: StatusReport) -> Iterator[str]:
     yield f"{status.step} steps trained, version {status.version} published"
     account = ", ".join(f"{name} {value}" for name, value in status.account.items())
     yield f"rows: {account}"
+    if status.alarm:
+        yield f"last alarm, {status.alarm}"
     for member in status.members:
         restarts = f", started {member.incarnation} times" if member.incarnation > 1 else ""
         leased = f", {member.leased} rows leased" if member.leased else ""

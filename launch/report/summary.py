@@ -57,6 +57,7 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
     rows = {
         "reward": reward_text(summary) if "reward_first" in summary else "",
         **dict(evaluation_rows(summary.get("evaluations", []))),
+        "last alarm": str(summary.get("alarm") or ""),
         "best checkpoint": str(summary.get("best") or ""),
         "model": export,
         "use it": f'transformers.pipeline("text-generation", {json.dumps(export)})' if export else "",

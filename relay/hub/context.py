@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...comm.disk import say
 from ...comm.messages import DropRows
 from ...comm.messages.base import RowId, process_of
 from ..journal import events as ev
@@ -35,6 +36,17 @@ class HubContext:
         self.awaits_queue = False
         self.failure = ""
         """Why the run has to end; empty while it may go on."""
+        self.alarm = ""
+        """The last alarm, for `headrace status`."""
+
+    def raise_alarm(self, text: str) -> None:
+        """Print an alarm, and keep it for those who ask later."""
+        say(f"alarm: {text}")
+        self.keep_alarm(text)
+
+    def keep_alarm(self, text: str) -> None:
+        """Keep an alarm that is printed already."""
+        self.alarm = f"after step {self.state.step}: {text}"
 
     def commit(self, event: ev.Event, *, drops: Iterable[RowId] = ()) -> None:
         """Write an event to the journal, then apply it. Its effects come after that: the units drop the rows `drops`.

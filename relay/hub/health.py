@@ -112,7 +112,7 @@ class Health(Handler):
             )
         elif self._stepless_s >= self._next_alarm_s and state.step < self.dispatcher.admission.num_steps:
             self._next_alarm_s *= 2
-            say(f"alarm: no step for {self._stepless_s:,.0f} s: {self._losses()}; {self._who_waits()}")
+            self.context.raise_alarm(f"no step for {self._stepless_s:,.0f} s: {self._losses()}; {self._who_waits()}")
 
     def _end(self, reason: str) -> None:
         self.context.failure = self.context.failure or reason
@@ -128,7 +128,7 @@ class Health(Handler):
             self._lost_alarm = _LOST_ALARM * self.state.in_flight
         if lost > self._lost_alarm:
             self._lost_alarm = 2 * lost
-            say(f"alarm: {lost} rows were lost after step {self.state.step}: {self.state.losses.loss}")
+            self.context.raise_alarm(f"{lost} rows were lost after step {self.state.step}: {self.state.losses.loss}")
 
     @property
     def _may_end(self) -> bool:

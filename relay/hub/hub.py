@@ -13,6 +13,7 @@ from ...comm.messages import (
     ActorFailed,
     BusyReport,
     CheckpointWritten,
+    LearningAlarm,
     LoadReport,
     RestartPoint,
     TrainerStarted,
@@ -89,6 +90,7 @@ class Hub:
             VersionReady: self._on_version_ready,
             WeightsPulled: self._on_pulled,
             CheckpointWritten: self._on_checkpoint,
+            LearningAlarm: self._on_learning_alarm,
             ActorFailed: self._on_actor_failed,
             TrainerStarted: self._on_trainer_started,
             LoadReport: self._on_load,
@@ -149,6 +151,11 @@ class Hub:
             say(describe_unwritable(folder.root / "latest"))
         if self.state.ending is None:  # at the end of the run it is saved once more, with what the rollouts leave
             self.saved_queue.save()
+
+    def _on_learning_alarm(self, sender: str, message: LearningAlarm) -> None:
+        self.context.keep_alarm(message.text)
+        if message.ends_run:
+            self.context.failure = self.context.failure or message.text
 
     def _on_actor_failed(self, sender: str, message: ActorFailed) -> None:
         """The first error counts: the other ranks fail because of it."""

@@ -150,7 +150,7 @@ class HubLoop:
             for member in self.fleet.members()
             if member.is_alive
         ]
-        return StatusReport(state.step, state.version, members, account_dict(state))
+        return StatusReport(state.step, state.version, members, account_dict(state), self.hub.context.alarm)
 
     def recover(self) -> None:
         """Catch up with the deaths of processes and storage units since the previous hub stopped.

@@ -72,7 +72,7 @@ class Repacking(Handler):
     def advance(self) -> None:
         now = self._clock()
         is_due = self.is_due or now - self._planned_at >= self.settings.period_s
-        if is_due and self.settings.enabled and self.context.is_leasing:
+        if is_due and self.settings.is_enabled and self.context.is_leasing:
             self.is_due = False
             self._planned_at = now
             self._open_moves = {n: m for n, m in self._open_moves.items() if now - m.ordered_at < MOVE_TIMEOUT_S}

@@ -83,7 +83,7 @@ class Migration:
         self._mailbox = mailbox
         self._generator = generator
         self._leases = leases
-        self._is_enabled = recipe.repack.enabled and generator.can_migrate
+        self._is_enabled = recipe.repack.is_enabled and generator.can_migrate
         self._keeps_groups = recipe.reward.batch == "group"
         self._max_batch = recipe.generator.num_slots
         self._trace = trace

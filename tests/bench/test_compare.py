@@ -142,7 +142,7 @@ def test_devices_are_split_and_the_batch_scaled_to_them():
     stream = Variant("stream", 128, Knobs(10), 4)
     assert stream.settings["lab.train_gpus"] == 88 and stream.settings["batch.prompts_per_step"] == 512
     off, on = variants(str(RECIPE), ["repack-off", "repack-on"], 64, 4)
-    assert off.settings | {"repack.enabled": "true"} == on.settings
+    assert off.settings == on.settings | {"repack.period_s": 0}
     assert (off.knobs.rollouts, off.settings["lab.train_gpus"]) == (16, 256)
 
 
@@ -220,8 +220,8 @@ def test_a_comparison_without_a_seed_is_refused(capsys: pytest.CaptureFixture[st
 
 
 def test_a_comparison_names_settings_of_which_each_row_has_its_own(capsys: pytest.CaptureFixture[str]):
-    assert compare.main([str(RECIPE), "batch.prompts_per_step=8", "repack.enabled=false", "--gpus", "4"]) == 2
-    assert "no effect: batch.prompts_per_step, repack.enabled; each row has its own" in capsys.readouterr().err
+    assert compare.main([str(RECIPE), "batch.prompts_per_step=8", "lab.colocated=true", "--gpus", "4"]) == 2
+    assert "no effect: batch.prompts_per_step, lab.colocated; each row has its own" in capsys.readouterr().err
 
 
 def test_an_unfinished_run_is_named_and_not_run_over(tmp_path: Path):

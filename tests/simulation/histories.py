@@ -98,7 +98,7 @@ def settings_of(choose: Chooser) -> dict[str, Any]:
         "run.schedule": schedule, "roles.rollout": choose.pick((2, 1, 3)), "roles.relay": choose.pick((2, 1, 3)),
         "batch.prompts_per_step": choose.pick((2, 1, 3)), "batch.samples_per_prompt": choose.pick((2, 1, 3)),
         "checkpoint.every": choose.pick((7, 3, 0)), "rollout.stream_tokens": choose.pick((16, 4, 0)),
-        "repack.enabled": choose.pick(("true", "true", "false")), "queue.lead": choose.pick(("auto", "auto", 4)),
+        "repack.period_s": choose.pick((1, 1, 0)), "queue.lead": choose.pick(("auto", "auto", 4)),
     }  # fmt: skip
     if settings["batch.samples_per_prompt"] > 1:
         settings["queue.filter_zero_std"] = choose.pick(("false", "false", "true"))

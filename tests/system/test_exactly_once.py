@@ -133,7 +133,7 @@ class World(RuleBasedStateMachine):
 
     def open_hub(self, state: HubState) -> None:
         admission = Admission(BATCH, self.queue, num_steps=1000)
-        self.journal, repack = MortalJournal(self.path), RepackSettings(enabled=False)
+        self.journal, repack = MortalJournal(self.path), RepackSettings(period_s=0)
         self.num_hubs += 1
         self.outbox = Outbox(self.mailboxes, self.num_hubs)
         self.hub = Hub(self.outbox, state, self.journal, self.pool, admission, self.queue, repack, tasks=self.tasks)

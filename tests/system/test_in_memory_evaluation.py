@@ -102,7 +102,7 @@ def test_a_resumed_run_repeats_no_evaluation_and_a_run_with_evaluations_is_repla
 @pytest.mark.parametrize("every", [2, "null"])
 def test_the_best_checkpoint_by_an_evaluation_is_kept(tmp_path: Path, every: object):
     settings = {"checkpoint.every": every, "checkpoint.keep": 1, "checkpoint.best": "eval/hard/avg@4", "run.steps": 8}
-    system = evaluated_system(tmp_path, **settings, **{"optimizer.lr": 0.05, "repack.enabled": False})
+    system = evaluated_system(tmp_path, **settings, **{"optimizer.lr": 0.05, "repack.period_s": 0})
     system.start_all().wait()
     folder = CheckpointFolder(system.dir)
     scores = {version: result["eval/hard/avg@4"] for version, result in check_evaluations(system).items() if version}

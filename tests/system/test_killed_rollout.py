@@ -47,7 +47,7 @@ class SlowGenerator(BuiltinGenerator):
 
 @pytest.mark.slow
 def test_few_tokens_of_a_killed_rollouts_trajectories_are_generated_again(job: MakeJob):
-    settings = {"sampling.max_new_tokens": LENGTH, "rollout.stream_tokens": STREAM_TOKENS, "repack.enabled": "false"}
+    settings = {"sampling.max_new_tokens": LENGTH, "rollout.stream_tokens": STREAM_TOKENS, "repack.period_s": 0}
     run = job(run__steps=3, **settings)
     engine = run.folder / "slow.py"
     engine.write_text(ENGINE)

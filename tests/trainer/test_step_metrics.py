@@ -71,6 +71,7 @@ def test_stale_tokens_count_as_staleness_and_not_as_mismatch():
     assert metrics["staleness/mean"] == 2
     assert metrics["staleness/token_mean"] == 2
     assert metrics["staleness/hist"] == {"2": 2}
+    assert metrics["kl/age/2"] == metrics["kl/depth/0-15"] == pytest.approx(math.exp(0.1) - 1.1, rel=1e-3)
     assert metrics["is/mean"] == pytest.approx(math.exp(0.1), rel=1e-5)
 
 

@@ -15,6 +15,7 @@ from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout, WeightShard
 from ...relay.weights.publisher import WeightPublisher
 from ..actor_group import ActorGroup, gather_full
+from ..alarms.turn_tokens import turn_tokens
 from ..checkpoint import save_state, staged
 from ..export import export
 from ..logprobs import response_logprobs
@@ -22,6 +23,7 @@ from ..policy.adapter_files import merged_weight
 from ..policy.lora import adapter_weights, without_adapter
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer
 from ..policy.tensor_parallel import splits_for
+from ..step_metrics import StepMetrics
 from .actor import Actor
 
 
@@ -36,6 +38,7 @@ class ActorLearner(Actor):
         )
         self.reference: Policy | None = None
         self.tokenizer = load_tokenizer(recipe.model.path)
+        self.turn_tokens = turn_tokens(self.tokenizer, self.policy.stop_ids)
         if template := own_template(recipe.data.chat_template):
             self.tokenizer.chat_template = template  # users of the exported policy ask it as training did
         self._checkpoint_team = self.group.clone_for_thread()
@@ -49,6 +52,10 @@ class ActorLearner(Actor):
         shard = WeightShard.of(layout, weights, self.group.rank, self.group.size)
         self.publisher = WeightPublisher(fleet, layout, recipe.comm, shard, self.group.incarnation)
         self.num_bytes = layout.num_bytes
+
+    def accumulate(self, batch: Batch, stats: StepMetrics) -> None:
+        super().accumulate(batch, stats)
+        stats.add_turns(batch, self.turn_tokens)
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """The initial policy is the one without the adapter; where all weights are trained, it is loaded for the first batch."""

@@ -124,7 +124,7 @@ class VirtualRollout:
             transfers=transfers,
         )
         self._world = world
-        self._report_s = recipe.repack.period_s / 2
+        self._report_s = recipe.repack.report_s
         self._is_asleep = True
         self._num_sleeps = 0
 

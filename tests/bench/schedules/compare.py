@@ -41,7 +41,7 @@ REPACK_ROLLOUTS = 16
 REPACK_TRAIN_GPUS = 256
 REPACK_GROUPS = 512
 """The size at which repack is measured. It is measured on generation: with a trainer that never makes it wait, and the global batch of Laminar's section 9."""
-SET_BY_ROWS = ("run.schedule", "batch.prompts_per_step", "lab.colocated", "repack.enabled")
+SET_BY_ROWS = ("run.schedule", "batch.prompts_per_step", "lab.colocated")
 """Settings of which each row has its own value."""
 GROUPS_PER_GPU = 4
 """Groups of a global batch per GPU: 512 groups on 128 GPUs (Laminar, Table 1 and section 9)."""
@@ -84,7 +84,7 @@ class Variant:
             "batch.prompts_per_step": self.num_groups,
             "lab.train_gpus": self.train_gpus,
             "lab.colocated": str(is_colocated).lower(),
-            "repack.enabled": str(self.name != "repack-off").lower(),
+            **({"repack.period_s": 0} if self.name == "repack-off" else {}),
         }
 
 

@@ -127,7 +127,7 @@ def test_trajectories_never_move_between_rollouts_on_different_versions(tail: Ta
 
 @pytest.mark.parametrize("is_enabled", [False, True])
 def test_no_move_is_planned_where_repacking_is_disabled_or_the_run_ends(tmp_path: Path, is_enabled: bool):
-    tail = Tail(tmp_path, repack=RepackSettings(enabled=is_enabled))
+    tail = Tail(tmp_path, repack=RepackSettings(period_s=PERIOD_S if is_enabled else 0))
     if is_enabled:
         tail.hub.context.is_leasing = False
     for used in (60, 50, 40):

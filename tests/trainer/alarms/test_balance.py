@@ -4,7 +4,7 @@ import pytest
 
 from headrace.comm.environment import CORES
 from headrace.launch.config.load import read_recipe
-from headrace.trainer.balance import LEAST_STEPS, TOLD_AFTER, WARM_UP_STEPS, Balance, Layout, advise, layout_of
+from headrace.trainer.alarms.balance import LEAST_STEPS, TOLD_AFTER, WARM_UP_STEPS, Balance, Layout, advise, layout_of
 
 
 @pytest.mark.parametrize(

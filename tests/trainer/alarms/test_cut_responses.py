@@ -1,6 +1,6 @@
 """A run whose responses are nearly all cut at their longest length is warned of, once."""
 
-from headrace.trainer.metrics_log import CutResponses
+from headrace.trainer.alarms.cut_responses import CutResponses
 
 
 def test_five_steps_of_cut_responses_in_a_row_are_one_warning_that_names_the_setting():

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.environment import CORES, OVERLAP_CORES
-from ..comm.recipe import Recipe
-from ..relay.queue.schedules import schedule_of
+from ...comm.environment import CORES, OVERLAP_CORES
+from ...comm.recipe import Recipe
+from ...relay.queue.schedules import schedule_of
 
 IDLE = 0.5
 """Above this idle share a role idles most of the time."""

@@ -1,0 +1,179 @@
+"""Alarms before learning collapses: each names its cause and the setting to change.
+
+The reward falls last. Before it does, the policy in training is far from the one that generated its tokens, and the causes of that
+look different: too high a rate moves it far from one version to the next, old tokens without a correction only over several. The
+prompts of a chat model that lack the marks of its template are wrong before the first step.
+
+The bounds are from runs of the quickstart's task and SmolLM2's (docs/develop/benchmarks.md#alarms). The gradient's norm and the
+entropy gave no warning of their own there; an alarm quotes them where they are unusual.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from statistics import median
+from typing import NamedTuple
+
+from ...comm.recipe import AlgorithmSettings, Recipe
+from ..algorithms.kl_table import AGE_STARTS, NAMES
+
+Metrics = Mapping[str, object]
+
+MOST_DRIFT = 0.5
+"""KL divergence per token from one version to the next: at most .32 in runs that learn (stories260k at 1e-3; the others .04), .8 and
+more in the first stale step at 30 times the rate. A rate that is 10 times too high is not told apart: .13 to .25."""
+OLD = 3.0
+"""Mean staleness from which on the age of the tokens may be the cause."""
+MOST_KL = 0.2
+LEAST_ESS = 0.7
+"""Of three steps the median, with tokens 8 versions old: a divergence of at most .13, and an effective sample size of at least .73, with
+the clip at the generating policy, which learns. Without a correction both bounds are passed after 8 and 9 steps, and far later on."""
+MOST_MISMATCH = 0.05
+"""KL divergence of tokens of the version in training: about .001 with bfloat16, below 1e-8 with float32."""
+SMOOTHED = 3
+"""Steps of a median: one step of few responses may have a single token of a large weight."""
+TEMPLATE_STEPS = 2
+REPEATED_AFTER = 10
+"""Steps without an alarm of a cause after which it is told again."""
+HISTORY = 20
+"""Steps before, of which a usual norm of the gradient and a usual entropy are the medians."""
+UNUSUAL = 3.0
+LOOSE_CAP = 10.0
+"""A cap of importance weights from which on it hardly bounds any."""
+
+
+class Alarm(NamedTuple):
+    """A cause, as in the metric `alarm/CAUSE`, and the sentence with the evidence and the setting to change."""
+
+    cause: str
+    text: str
+
+
+class CollapseWatch:
+    """Judges each step by its metrics. Those of the steps before a restart, given again, bring it to the same state."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._usual: dict[str, deque[float]] = {
+            name: deque(maxlen=HISTORY) for name in ("actor/grad_norm", "actor/entropy")
+        }
+        self._recent: dict[str, deque[float]] = {
+            name: deque(maxlen=SMOOTHED) for name in ("staleness/kl", "is/ess", "mismatch/kl")
+        }
+        self._num_bare = 0
+        """Steps in a row none of whose prompts has a mark of the model's template."""
+        self._last_steps: dict[str, int] = {}
+        """The last step with an alarm of each cause."""
+        self._new: list[str] = []
+        self.ends_run = recipe.run.on_collapse == "stop"
+        self.last = ""
+        """The last alarm with its step."""
+
+    def step(self, step: int, metrics: Metrics) -> dict[str, float]:
+        """Judge a step; returns the metric of each alarm that it has. Steps of trainers that count no tokens have none."""
+        self._new = []
+        if not any(name in metrics for name in NAMES):
+            return {}
+        for name, values in self._recent.items():
+            if name in metrics:
+                values.append(number(metrics, name))
+        alarms = list(self._alarms(metrics))
+        for name, values in self._usual.items():
+            values.append(number(metrics, name))
+        for cause, text in alarms:
+            if self.ends_run or step > self._last_steps.get(cause, -REPEATED_AFTER - 1) + REPEATED_AFTER:
+                self._new.append(text)
+            self._last_steps[cause] = step
+            self.last = f"at step {step + 1}: {text}"
+        return {f"alarm/{alarm.cause}": 1.0 for alarm in alarms}
+
+    def told(self, checkpoint: int) -> list[str]:
+        """The texts of the alarms that the last step began; `checkpoint`: the newest one's step, for a run that they end."""
+        if not self.ends_run:
+            return self._new
+        kept = f"its last checkpoint is that of step {checkpoint}" if checkpoint > 0 else "it has no checkpoint"
+        return [f"{text}; run.on_collapse=stop ends the run, and {kept}" for text in self._new]
+
+    def _alarms(self, metrics: Metrics) -> Iterator[Alarm]:
+        age = number(metrics, "staleness/token_mean")
+        # The divergence grows with the square of the age while the versions move in one direction, else more slowly.
+        drift = number(metrics, "staleness/kl") / max(age, 1.0) ** 2
+        if drift > MOST_DRIFT:
+            yield Alarm("learning_rate", self._on_rate(metrics, drift))
+        elif age >= OLD and self._smoothed("staleness/kl") > MOST_KL and self._smoothed("is/ess") < LEAST_ESS:
+            yield Alarm("staleness", self._on_age(metrics, age))
+        if "mismatch/kl" in metrics and (mismatch := self._smoothed("mismatch/kl")) > MOST_MISMATCH:
+            yield Alarm("mismatch", _on_mismatch(metrics, mismatch))
+        self._num_bare = self._num_bare + 1 if metrics.get("prompt/turn_frac") == 0 else 0
+        if self._num_bare >= TEMPLATE_STEPS:
+            yield Alarm("chat_template", self._on_template())
+
+    def _smoothed(self, name: str) -> float:
+        """The median of the last steps; 0 while there are few of them."""
+        values = self._recent[name]
+        return median(values) if len(values) == SMOOTHED else 0.0
+
+    def _unusual(self, metrics: Metrics) -> str:
+        """The gradient's norm and the entropy, where they are far from their medians in the steps before."""
+        texts = {"actor/grad_norm": "the gradient's norm", "actor/entropy": "the entropy"}
+        found = ""
+        for name, values in self._usual.items():
+            usual = median(values) if values else 0.0
+            ratio = number(metrics, name) / usual if usual else 1.0
+            if not 1 / UNUSUAL < ratio < UNUSUAL:
+                found += f", {texts[name]} is {ratio:.2g} times its median"
+        return found
+
+    def _on_rate(self, metrics: Metrics, drift: float) -> str:
+        return (
+            f"learning is about to collapse: the KL divergence from one version to the next is {drift:.2g} per token (a healthy run's is"
+            f" below {MOST_DRIFT:g}){self._unusual(metrics)}: optimizer.lr={self._recipe.optimizer.lr:g} is too high; try a tenth"
+        )
+
+    def _on_age(self, metrics: Metrics, age: float) -> str:
+        limited = max(number(metrics, "staleness/limited_frac"), number(metrics, "is/clip_frac"))
+        return (
+            f"learning is about to collapse: the tokens are {age:.1f} versions old, their KL divergence is"
+            f" {self._smoothed('staleness/kl'):.2g} (healthy: below {MOST_KL:g}), their effective sample size"
+            f" {self._smoothed('is/ess'):.0%}, and {limited:.0%} of them are at a bound{self._unusual(metrics)}:"
+            f" {_correction(self._recipe.algorithm)}queue.max_staleness=2"
+        )
+
+    def _on_template(self) -> str:
+        setting = self._recipe.data.chat_template
+        cause = (
+            "data.chat_template is that of another model" if setting not in ("", "tokenizer") else "they are plain text"
+        )
+        return (
+            f"no prompt has a token with which the chat template of model.path marks turns, though the model ends its turns with one:"
+            f" {cause}; set data.chat_template=tokenizer"
+        )
+
+
+def _correction(algorithm: AlgorithmSettings) -> str:
+    """What the settings lack against stale tokens, before the setting that bounds their age."""
+    if algorithm.proximal == "rollout":
+        if algorithm.loss == "reinforce":
+            return "algorithm.loss=reinforce does not correct for it with algorithm.proximal=rollout; set algorithm.loss=clip, or "
+        return "set "
+    if algorithm.importance_sampling_cap > LOOSE_CAP:
+        cap = algorithm.importance_sampling_cap
+        return f"algorithm.importance_sampling_cap={cap:g} bounds no weight; set algorithm.proximal=rollout, or "
+    return "set algorithm.proximal=rollout, or "
+
+
+def _on_mismatch(metrics: Metrics, kl: float) -> str:
+    depths = {name: number(metrics, name) for name in NAMES[len(AGE_STARTS) :] if name in metrics}
+    deepest = max(depths, key=lambda name: depths[name])
+    place = ""
+    if len(depths) > 1 and depths[deepest] > UNUSUAL * min(depths.values()):
+        place = f", most of it at the places {deepest.rpartition('/')[2]} of a response"
+    return (
+        f"generator and trainer compute different policies: the KL divergence is {kl:.2g} on tokens of the version in training (healthy:"
+        f" below {MOST_MISMATCH:g}){place}: set model.dtype=float32, and report the model if this alarm stays"
+    )
+
+
+def number(metrics: Metrics, name: str) -> float:
+    """A metric that is a number; 0 if the step does not have it."""
+    value = metrics.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
