@@ -21,7 +21,7 @@ from ..config.gpus import Gpus
 from ..config.load import read_recipe, save_recipe
 from ..config.run_checkpoints import start_lines
 from ..config.run_folder import SUMMARY_FILE, lock_run_folder, make_run_folder
-from ..hosts import ranks_of_hosts
+from ..config.hosts import ranks_of_hosts
 from ..placement import place_joining, place_ranks, with_relays
 from ..report.peak_memory import write_planned
 from ..report.summary import print_summary
