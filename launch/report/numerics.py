@@ -175,7 +175,9 @@ def _verdict(whole: Mismatch, recipe: Recipe) -> Verdict:
 def _cure(recipe: Recipe, config: dict[str, Any]) -> str:
     """What to do about engines that are too far apart."""
     if recipe.rollout.engine != "builtin":
-        return f"rollout.engine={recipe.rollout.engine} computes another policy than the trainer; see docs/use/numerics.md"
+        return (
+            f"rollout.engine={recipe.rollout.engine} computes another policy than the trainer; see docs/use/numerics.md"
+        )
     if recipe.generator.exact:
         return "generator.exact is on, so this is a fault of the program: report it, with the name of the model"
     if is_exact_supported(config):

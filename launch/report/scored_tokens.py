@@ -117,7 +117,9 @@ def _generated(
         drawn = [_Drawn(each.trajectory_id // num_samples, each) for each in _completions(generator, tell)]
     finally:
         generator.close()
-    drawn = sorted((each for each in drawn if each.completion.token_ids), key=lambda each: each.completion.trajectory_id)
+    drawn = sorted(
+        (each for each in drawn if each.completion.token_ids), key=lambda each: each.completion.trajectory_id
+    )
     if not drawn:
         raise HeadraceError("no prompt has a response: each is empty, or leaves no room in the policy's context")
     return drawn

@@ -164,9 +164,7 @@ def test_exact_mode_is_equal_bit_for_bit(words: list[str], policy: Path, questio
     assert "largest differences" not in text
 
 
-def test_a_users_generator_with_wrong_log_probs_is_not_healthy(
-    policy: Path, questions: Path, shifted: str, capfd: Any
-):
+def test_a_users_generator_with_wrong_log_probs_is_not_healthy(policy: Path, questions: Path, shifted: str, capfd: Any):
     assert main([str(policy), "--data", str(questions), "--engine", shifted, *FEW]) == 1
     text = capfd.readouterr().out
     rows = {name: row for (pair, name), row in rows_of(text).items() if pair == f"{GENERATOR}, {TRAINER}"}
