@@ -23,6 +23,9 @@ COMMANDS = {
     "run": Command("run", "trains with a recipe: headrace run RECIPE.yaml|NAME [KEY=VALUE ...]"),
     "quickstart": Command("run:quickstart", "trains a small policy on this machine: headrace quickstart [NAME]"),
     "eval": Command("evaluate", "evaluates a checkpoint or a model on held-out prompts: headrace eval RUN|MODEL"),
+    "numerics": Command(
+        "numerics", "compares the log-probs of generator and trainer on a model: headrace numerics MODEL"
+    ),
     "status": Command("ctl:status", "prints how far a running job is: headrace status RUN"),
     "ctl": Command("ctl", "gives a running job an order: headrace ctl RUN drain ROLLOUT, or stop"),
     "audit": Command("audit", "checks the journal of runs and counts their trajectories: headrace audit RUN..."),

@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RoleSettings, RunSettings, TrainerSettings
-from .hosts import JOINED_HOST
+from .config.hosts import JOINED_HOST
 
 RESTARTABLE = frozenset({"actor", "hub", "relay", "rollout", "shard", "reference", "task"})
 """Roles whose processes are started again when they die; the death of any other ends the run.

@@ -22,8 +22,8 @@ from ...comm.environment import JOINING, NUM_THREADS
 from ...comm.errors import SettingError
 from ...comm.process_tree import children_of, kill_tree
 from ...comm.recipe import Recipe, RoleSettings
+from ..config.hosts import RANKS_OF_HOSTS
 from ..config.run_folder import CONFIG_FILE, FolderWatch, make_run_folder, remove_empty
-from ..hosts import RANKS_OF_HOSTS
 from ..placement import count_ranks
 from .child import Child, print_message
 from .signals import WATCHED, blocked_signals, wait_for_signal

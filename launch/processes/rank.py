@@ -18,10 +18,10 @@ from ...comm.recipe import Recipe
 from ..config.device_defaults import with_device_defaults, with_slots
 from ..config.dry_run import DryRun, check_host
 from ..config.gpus import Gpus
+from ..config.hosts import ranks_of_hosts
 from ..config.load import read_recipe, save_recipe
 from ..config.run_checkpoints import start_lines
 from ..config.run_folder import SUMMARY_FILE, lock_run_folder, make_run_folder
-from ..hosts import ranks_of_hosts
 from ..placement import place_joining, place_ranks, with_relays
 from ..report.peak_memory import write_planned
 from ..report.summary import print_summary

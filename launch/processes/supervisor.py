@@ -31,9 +31,9 @@ from ...comm.memfd import create_memory
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.gpus import Gpus
+from ..config.hosts import JOINED_HOST, ranks_of_hosts
 from ..config.run_folder import CONFIG_FILE, SUMMARY_FILE, FolderWatch
 from ..cores import cores_of
-from ..hosts import JOINED_HOST, ranks_of_hosts
 from ..placement import Placement, is_restartable, place_ranks, processes_on, staging_gpu, visible_devices
 from ..report.peak_memory import write_peaks
 from .child import Child, describe_exit, print_message

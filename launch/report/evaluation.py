@@ -19,15 +19,14 @@ from ...comm.recipe import CheckpointSettings, Recipe
 from ...relay.journal.evaluations import response_line
 from ...relay.journal.events import Evaluated
 from ...relay.queue.evaluation_prompts import EvaluationPrompts, open_evaluation
-from ..config.arguments import is_setting
 from ..config.checks.data import check_lengths
 from ..config.checks.evaluation import check_evaluation
 from ..config.checks.recipe import check_family, check_files
 from ..config.checks.signatures import check_reward_arguments, check_tools
 from ..config.device_defaults import with_device_defaults
 from ..config.gpus import Gpus
-from ..config.load import read_recipe
 from ..config.model_files import ModelFiles
+from ..config.named_model import read_named
 from ..config.run_checkpoints import WHOLE, TrainedModel
 from ..processes.child import print_message
 from ..processes.full_gpu import describe_full_gpu, is_full_gpu
@@ -37,8 +36,6 @@ TELL_S = 10.0
 """Seconds between two lines about the samples that are done."""
 _MISSING = ("does not exist", "cannot read")
 """Parts of messages about a file."""
-_RECIPES = (".yaml", ".yml")
-"""Endings of a recipe's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +53,9 @@ class EvalRequest:
     @classmethod
     def of(cls, words: Sequence[str], out: str | None) -> "EvalRequest":
         """The words of a command line, sorted: a model and settings. out: the file that it names. Raises `SettingError`."""
-        overrides = [word for word in words if is_setting(word)]
-        names = [word for word in words if word not in overrides]
-        if len(names) != 1:
-            raise SettingError(
-                f"name one model: a run folder, a checkpoint, a model's folder or its name on the Hub; not {names}"
-            )
-        model, recipe = _read(names[0], overrides)
-        chooses = any(word.startswith("generator.max_running=") for word in overrides)
-        return cls(model, recipe, _named_file(out), recipe.generator.max_running if chooses else None)
+        model, recipe = read_named(words)
+        chooses = any(word.startswith("generator.max_running=") for word in words)
+        return cls(model, _evaluated(recipe), _named_file(out), recipe.generator.max_running if chooses else None)
 
 
 def evaluate(request: EvalRequest) -> int:
@@ -80,27 +71,12 @@ def evaluate(request: EvalRequest) -> int:
         raise HeadraceError(describe_full_gpu("rollout", error)) from error
 
 
-def _read(word: str, overrides: Sequence[str]) -> tuple[TrainedModel, Recipe]:
-    """The model that a word names, and the settings for its evaluation; a recipe names the model that its run begins with."""
-    if word.endswith(_RECIPES):
-        recipe = read_recipe(word, overrides)
-        model = TrainedModel.find(recipe.model.path)
-    elif any(override.startswith("model.path=") for override in overrides):
-        raise SettingError(f"model.path: {word} is the model; leave this out")
-    else:
-        model = TrainedModel.find(word)
-        recipe = read_recipe(model.recipe_file, overrides)
-    if model.is_adapter:
-        whole = model.beside / WHOLE
-        way = f"evaluate {whole}" if whole.is_dir() else "merge it first (merge_and_unload in peft)"
-        raise SettingError(f"{model.path} is an adapter without its base model; {way}")
-    if recipe.is_emulated:
-        raise SettingError("rollout.engine: emulated devices have no policy that could be evaluated")
+def _evaluated(recipe: Recipe) -> Recipe:
+    """The recipe with an evaluation that is on, on these devices."""
     evaluation = replace(recipe.eval, every=recipe.eval.every or 1)
-    named = replace(recipe.model, path=model.path)
     # What the run's best checkpoint is chosen by is not a question here.
-    recipe = replace(recipe, model=named, eval=evaluation, checkpoint=CheckpointSettings())
-    return model, with_device_defaults(recipe, Gpus.of_this_host())
+    recipe = replace(recipe, eval=evaluation, checkpoint=CheckpointSettings())
+    return with_device_defaults(recipe, Gpus.of_this_host())
 
 
 def _named_file(out: str | None) -> Path | None:

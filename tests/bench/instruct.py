@@ -1,4 +1,4 @@
-"""A chat model that the user names by `--policy`: responses of natural length, and the mismatch of generator and trainer by position.
+"""A chat model that the user names by `--policy`: responses of natural length.
 
 Prompts are questions in the model's own chat template; a response ends where the model ends it, after 128 tokens at most. Each
 generator draws its own responses, and tokens per second count its own tokens by the CPU time of one thread.
@@ -13,24 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from headrace.comm.recipe import ModelSettings, Recipe
 from headrace.launch.processes.child import print_message
+from headrace.launch.report.numerics import questions
 from headrace.rollout import Engine, SamplingParams
-from headrace.rollout.engine.sequence import Completion
-from headrace.trainer.batch import Trajectory, pack
-from headrace.trainer.logprobs import packed_logprobs
-from headrace.trainer.policy.model import load_policy
 
 from .harness import Measurement, Options
 
 _ROUNDS, _SAMPLES, _SLOTS, _MOST = 2, 2, 32, 128
-_TOPICS = (
-    "a river", "the moon", "bread", "a violin", "winter", "a bridge", "bees", "a library", "the sea", "a mountain",
-    "glass", "a train", "tea", "a desert", "paper", "a clock",
-)  # fmt: skip
-_QUESTIONS = ("Write two sentences about {}.", "Explain in a few words what {} has to do with mathematics.")
-_POSITIONS = (8, 32, _MOST)
-"""Ends of the ranges of positions in a response."""
 
 Generate = Callable[[], int]
 """Answers all prompts; returns the number of tokens drawn."""
@@ -38,8 +27,7 @@ Generate = Callable[[], int]
 
 def _prompts(path: str) -> list[list[int]]:
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    texts = [question.format(topic) for topic in _TOPICS for question in _QUESTIONS]
-    chats = [[{"role": "user", "content": text}] for text in texts]
+    chats = [[{"role": "user", "content": text}] for text in questions()]
     return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
 
 
@@ -115,46 +103,3 @@ def _by_batching(model: Any, prompts: list[list[int]]) -> int:
                 num_tokens += len(result.logprobs)
                 num_left -= 1
     return num_tokens
-
-
-def mismatch(name: str, options: Options) -> list[Measurement]:
-    """The mean difference of log-probs between generator and trainer in bf16, by position in the response, and KL(generator, trainer).
-
-    Each row's ratio is to all positions.
-    """
-    if options.policy is None:
-        print_message(f"{name} is left out: name a chat model by --policy")
-        return []
-    torch.set_num_threads(1)
-    engine = Engine(options.policy, "bfloat16", _SLOTS, device="cpu")
-    completions = engine.generate(_prompts(options.policy), SamplingParams(_MOST, n=_SAMPLES))
-    recipe = Recipe(model=ModelSettings(dtype="bfloat16"))
-    policy = load_policy(options.policy, "float32", torch.device("cpu"))
-    by_position: list[tuple[int, float]] = []
-    for completion in completions:
-        theirs = torch.tensor(completion.logprobs)
-        with torch.no_grad():
-            ours = packed_logprobs(policy, pack([_trajectory(completion)], 0, torch.device("cpu")), recipe)[0].float()
-        by_position += enumerate((ours - theirs).tolist())
-    differences = [difference for _, difference in by_position]
-    whole = _mean_size(differences)
-    rows = [Measurement(f"{name}-all", "all positions", whole, "log p", 1.0)]
-    start = 0
-    for end in _POSITIONS:
-        part = _mean_size([difference for position, difference in by_position if start <= position < end])
-        rows.append(Measurement(f"{name}-{start + 1}-to-{end}", "all positions", part, "log p", part / whole))
-        start = end
-    ratio = torch.tensor(differences, dtype=torch.float64)
-    kl = float((ratio.exp() - 1 - ratio).mean())
-    return [*rows, Measurement(f"{name}-kl", "all positions", 1e3 * kl, "1e-3", 1.0)]
-
-
-def _trajectory(completion: Completion) -> Trajectory:
-    tokens = torch.tensor(completion.token_ids, dtype=torch.int32).numpy()
-    zeros = torch.zeros(len(tokens)).numpy()
-    prompt = torch.tensor(completion.prompt_ids, dtype=torch.int32).numpy()
-    return Trajectory(prompt, tokens, zeros, zeros, version=0, advantages=zeros)
-
-
-def _mean_size(differences: list[float]) -> float:
-    return sum(map(abs, differences)) / max(len(differences), 1)

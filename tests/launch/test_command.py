@@ -75,7 +75,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], message: str, t
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["run", "--help"], ["status", "--help"], ["audit", "--help"], ["eval", "--help"], ["push", "--help"]],
+    [["--help"], *([name, "--help"] for name in ("run", "status", "audit", "eval", "numerics", "push"))],
     ids="-".join,
 )
 def test_a_page_of_help_imports_no_large_library(words: list[str]):

@@ -236,7 +236,7 @@ def test_an_adapter_is_refused_with_the_folder_of_the_whole_model(run: Path, cap
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     assert main([str(adapter)]) == 2
-    assert f"evaluate {adapter.with_name('hf')}" in capfd.readouterr().err
+    assert f"name {adapter.with_name('hf')}" in capfd.readouterr().err
 
 
 def test_a_reward_function_that_always_fails_ends_the_evaluation(run: Path, capfd: Any):

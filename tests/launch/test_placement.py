@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RoleSettings
-from headrace.launch.hosts import equal_hosts
+from headrace.launch.config.hosts import equal_hosts
 from headrace.launch.placement import (
     count_ranks,
     place_joining,

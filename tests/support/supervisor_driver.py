@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.comm.environment import environment_of_threads
+from headrace.launch.config.hosts import JOINED_HOST
 from headrace.launch.config.load import read_recipe
-from headrace.launch.hosts import JOINED_HOST
 from headrace.launch.placement import Placement
 from headrace.launch.processes import supervisor as supervisor_module
 from headrace.launch.processes.memory_kill import MemoryKills

@@ -73,6 +73,9 @@ class LeanDecoder:
         self._eps: float = policy.config.rms_norm_eps
         self._cos, self._sin = rope_table(self._model, policy.rope.count, torch.float32, policy.device)
         self._has_kernels = policy.device.type == "cuda" and find_spec("triton") is not None
+        self._is_wide = policy.device.type == "cpu" and policy.dtype.itemsize == 2
+        """Whether the residual stream is in fp32 beside products in half precision, as that of the trainer under autocast is. On a GPU it
+        would take four launches more for each layer."""
         self.bind()
 
     @staticmethod
@@ -116,23 +119,28 @@ class LeanDecoder:
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [T, hidden] after the last norm, as `Policy.forward` gives them."""
         hidden = F.embedding(token_ids, self._embedding)
+        hidden = hidden.float() if self._is_wide else hidden
         cos = self._cos.index_select(0, positions)
         sin = self._sin.index_select(0, positions)
-        shape = (hidden.shape[-1],)
         num_heads = self._num_heads + 2 * self._num_kv_heads
         fused = attention if self._has_kernels and isinstance(attention, ProjectionAttention) else None
         for index, layer in enumerate(self.layers):
-            normed = F.rms_norm(hidden, shape, layer.input_norm, self._eps)
-            qkv = layer.qkv(normed).view(len(hidden), num_heads, -1)
+            qkv = layer.qkv(self._normed(hidden, layer.input_norm)).view(len(hidden), num_heads, -1)
             rule = HeadRule(cos, sin, layer.q_norm, layer.k_norm, self._eps)
             if fused is not None:
                 mixed = fused.of_projection(index, qkv, rule, layer.spec)
             else:
                 mixed = attention(index, *self._split(qkv, rule), layer.spec)
             hidden = self._add(layer.out, hidden, mixed.flatten(1))
-            gate_up = layer.gate_up(F.rms_norm(hidden, shape, layer.post_norm, self._eps))
+            gate_up = layer.gate_up(self._normed(hidden, layer.post_norm))
             hidden = self._add(layer.down, hidden, self._gate(gate_up))
-        return F.rms_norm(hidden, shape, self._norm, self._eps)
+        return self._normed(hidden, self._norm)
+
+    def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """The RMS norm of hidden states [T, hidden], in the weights' type."""
+        if self._is_wide:
+            return F.rms_norm(hidden, weight.shape, weight.float(), self._eps).to(weight.dtype)
+        return F.rms_norm(hidden, weight.shape, weight, self._eps)
 
     def _split(self, qkv: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [T, heads, d] of a projection, which is overwritten."""
@@ -156,7 +164,7 @@ class LeanDecoder:
     def _add(self, matrix: DecodeLinear, hidden: Tensor, x: Tensor) -> Tensor:
         """hidden plus the product with x, summed over the ranks."""
         if self.tensor_parallel.size == 1:
-            return matrix.add_to(hidden, x)
+            return hidden.add_(matrix(x)) if self._is_wide else matrix.add_to(hidden, x)
         return hidden.add_(self.tensor_parallel.all_reduce_sum(matrix(x)))
 
 
@@ -210,7 +218,7 @@ class Head:
         softcap = self.policy.logit_softcap
         count = len(hidden)
         if self._exact is not None:
-            self._exact.logits(hidden, self._weight, self._wide, out)
+            self._exact.logits(hidden, self._wide.t(), self._weight.dtype, out)
         elif hidden.device.type != "cpu" and hidden.dtype != torch.float32:
             torch.mm(hidden, self._wide, out_dtype=torch.float32, out=out[:count])
         else:

@@ -4,7 +4,9 @@ A feature that the policy would compute wrongly is refused by name: before a run
 when a checkpoint is loaded.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ...comm.errors import SettingError
@@ -128,6 +130,15 @@ def check_supported(config: Any) -> None:
     for feature, is_present in wrong.items():
         if is_present:
             raise SettingError(f"model.path: {model_type} with {feature} is not supported")
+
+
+def is_exact_supported(config: Mapping[str, Any], device_type: str = "cpu") -> bool:
+    """Whether a policy with these values in `config.json` has exact mode on this kind of device."""
+    try:
+        check_exact_supported(SimpleNamespace(**config), device_type)
+    except SettingError:
+        return False
+    return True
 
 
 def check_exact_supported(config: Any, device_type: str = "cpu") -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .exact.blocks import products_of
 from .exact.operators import BLOCK, ExactOperators
 
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
@@ -45,16 +46,19 @@ class LogitsHead:
         return _TokenLogprobs.apply(hidden, self.weight, targets, temperature, self)  # pyright: ignore
 
     def operand(self, tensor: Tensor) -> Tensor:
-        """Hidden states or weights in the type of the products."""
-        return tensor.to(self.dtype)
+        """Hidden states or weights, rounded to the type of the products. On a CPU numbers in half precision are held in fp32, since only
+        products of fp32 matrices have sums in fp32 there."""
+        rounded = tensor.to(self.dtype)
+        return rounded if tensor.is_cuda or self.dtype.itemsize > 2 else rounded.float()
 
     def products(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """fp32 [T, vocab]; both are operands."""
         if self.exact is not None:
-            return self.exact.logits(hidden, weight)
-        if weight.dtype == torch.float32:
+            return self.exact.logits(hidden, weight, self.dtype)
+        if weight.dtype.itemsize == 2:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        with products_of(self.dtype):
             return F.linear(hidden, weight)
-        return _wide_product(hidden, weight.t())
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """The log-softmax of logits, fp32 [T, vocab]."""
@@ -90,14 +94,19 @@ class _Gradients:
     def add(self, rows: slice, grad: Tensor) -> None:
         """grad: of the products of these rows, fp32 [rows, vocab]."""
         narrow = grad.to(self._operand.dtype)
-        if self.hidden is not None:
-            self.hidden[rows] = narrow @ self._operand
-        if self.weight is not None:
-            hidden = self._hidden[rows].to(narrow.dtype)
-            if narrow.dtype == torch.float32:
-                self.weight.addmm_(narrow.t(), hidden)
-            else:
-                self.weight += _wide_product(narrow.t(), hidden)
+        with products_of(self._head.dtype):
+            if self.hidden is not None:
+                self.hidden[rows] = narrow @ self._operand
+            if self.weight is not None:
+                self._add_to_weight(narrow.t(), self._head.operand(self._hidden[rows]))
+
+    def _add_to_weight(self, grad: Tensor, hidden: Tensor) -> None:
+        """grad [vocab, rows], hidden [rows, hidden]: operands."""
+        assert self.weight is not None
+        if grad.dtype.itemsize == 2:
+            self.weight += torch.mm(grad, hidden, out_dtype=torch.float32)
+        else:
+            self.weight.addmm_(grad, hidden)
 
     def found(self) -> tuple[Tensor | None, Tensor | None]:
         return self.hidden, None if self.weight is None else self.weight.to(self._head.weight.dtype)
@@ -154,13 +163,6 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = _logits_gradient(logprobs, targets[rows], entropy[rows], *_rows((of_logprobs, of_entropy), rows))
             gradients.add(rows, grad if slope is None else grad.mul_(slope))
         return *gradients.found(), None, None, None
-
-
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """The product of half-precision matrices in fp32; only GPUs have it without copies in fp32."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
 
 
 def _rows(tensors: tuple[Tensor | None, Tensor | None], rows: slice) -> tuple[Tensor | None, Tensor | None]:

@@ -39,11 +39,11 @@ class BlockOperators:
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return with_gradient(_gated, lambda gate, up: F.silu(gate) * up, gate, up)
 
-    def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         padded = F.pad(hidden.float(), (0, 0, 0, -len(hidden) % BLOCK))
-        wide = weight.float().t() if wide is None else wide
+        wide = weight.float().t()
         out = padded.new_empty(len(padded), len(weight)) if out is None else out[: len(padded)]
-        with products_of(weight.dtype):
+        with products_of(dtype):
             for block, rows in zip(padded.split(BLOCK), out.split(BLOCK), strict=True):
                 torch.mm(block, wide, out=rows)
         return out[: len(hidden)]

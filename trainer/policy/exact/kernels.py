@@ -44,7 +44,7 @@ class KernelOperators:
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return with_gradient(silu_times, lambda gate, up: F.silu(gate) * up, gate, up)
 
-    def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         shape = (len(hidden), len(weight))
         out = hidden.new_empty(shape, dtype=torch.float32) if out is None else out[: len(hidden)]
         return exact_linear(hidden, weight, None, out)

@@ -54,10 +54,10 @@ class ExactOperators(Protocol):
         """silu(gate) * up [T, n]. Differentiable."""
         ...
 
-    def logits(self, hidden: Tensor, weight: Tensor, wide: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """fp32 [T, vocab] of hidden [T, hidden]: products in the weight's type, sums in fp32. Without gradient.
+    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """fp32 [T, vocab] of hidden [T, hidden]: products of numbers of `dtype`, sums in fp32. Without gradient.
 
-        `wide` is the weight in fp32 [hidden, vocab], where it is at hand. `out` has rows for T up to a multiple of `rows`.
+        On a CPU a weight in fp32 that holds such numbers saves a copy. `out` has rows for T up to a multiple of `rows`.
         """
         ...
 
