@@ -74,10 +74,10 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Upper bound of the ratio for negative advantages (dual clip; 3 is usual); null sets none."""
     proximal: Literal["version", "rollout"] = "version"
     """Policy with which the clip compares: that at the start of the step (decoupled), or the generator's."""
-    importance_sampling: Literal["token_truncate", "token_dppo", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        "token_truncate"
+    importance_sampling: Literal["token_dppo", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_dppo"
     )
-    """Bounds of importance weights: truncate (TIS), truncate inside of DPPO's trust region, or mask (IcePop), of each token or of whole responses."""
+    """Bounds of importance weights: truncate inside of DPPO's trust region, truncate alone (TIS), or mask (IcePop), of each token or of whole responses."""
     importance_sampling_cap: Cap = 2.0
     """Largest importance weight; a mask also drops weights below 1 / cap."""
     entropy_coef: Finite = 0.0

@@ -56,8 +56,8 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 }
 """Settings of each schedule; the others are compared with the first."""
 CORRECTIONS: Mapping[str, tuple[str, ...]] = {
-    "truncate-token": (),
-    "dppo-token": ("algorithm.importance_sampling=token_dppo",),
+    "dppo-token": (),
+    "truncate-token": ("algorithm.importance_sampling=token_truncate",),
     "truncate-sequence": ("algorithm.importance_sampling=sequence_truncate",),
     "mask-token": ("algorithm.importance_sampling=token_mask",),
     "mask-sequence": ("algorithm.importance_sampling=sequence_mask",),

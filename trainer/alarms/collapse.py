@@ -23,7 +23,7 @@ MOST_DRIFT = 0.5
 more in the first stale step at 30 times the rate. A rate that is 10 times too high is not told apart: .13 to .25."""
 OLD = 3.0
 """Mean staleness from which on the age of the tokens may be the cause."""
-MOST_KL = 0.2
+MOST_KL = 0.4
 LEAST_ESS = 0.7
 """Of three steps the median, with tokens 8 versions old: a divergence of at most .13, and an effective sample size of at least .73, with
 the clip at the generating policy, which learns. Without a correction both bounds are passed after 8 and 9 steps, and far later on."""
@@ -156,9 +156,10 @@ def _correction(algorithm: AlgorithmSettings) -> str:
             return "algorithm.loss=reinforce does not correct for it with algorithm.proximal=rollout; set algorithm.loss=clip, or "
         return "set "
     if algorithm.importance_sampling_cap > LOOSE_CAP:
-        cap = algorithm.importance_sampling_cap
-        return f"algorithm.importance_sampling_cap={cap:g} bounds no weight; set algorithm.proximal=rollout, or "
-    return "set algorithm.proximal=rollout, or "
+        return f"algorithm.importance_sampling_cap={algorithm.importance_sampling_cap:g} bounds no weight; set it to 2, or "
+    if algorithm.importance_sampling != "token_dppo":
+        return "set algorithm.importance_sampling=token_dppo, or "
+    return "set "
 
 
 def _on_mismatch(metrics: Metrics, kl: float) -> str:

@@ -70,7 +70,7 @@ def test_a_loss_or_clip_whose_ratio_is_always_1_is_a_warning_that_names_what_to_
 @pytest.mark.parametrize(
     "words",
     [
-        ["algorithm.importance_sampling=token_dppo"],
+        ["algorithm.importance_sampling=token_truncate"],
         ["algorithm.loss=gspo", "algorithm.importance_sampling=sequence_truncate"],
         ["algorithm.loss=reinforce"],
         ["algorithm.loss=losses.py:mine", "algorithm.clip_high=.3"],

@@ -27,7 +27,7 @@ VARIANTS = [
     "algorithm.loss=cispo algorithm.proximal=rollout",
     "algorithm.loss=reinforce algorithm.importance_sampling=token_mask",
     "algorithm.importance_sampling=sequence_truncate algorithm.importance_sampling_cap=1.5",
-    "algorithm.importance_sampling=token_dppo",
+    "algorithm.importance_sampling=token_truncate",
     "algorithm.advantage=rloo",
     "algorithm.advantage=reinforce_plus_plus_baseline",
     "algorithm.scale_rewards=batch algorithm.loss_agg=seq-mean-token-mean",
