@@ -126,12 +126,14 @@ class Generation:
             return str(error)
         self._refusals_left = math.inf
         context = self._generator.context
+        # An evaluation counts equal problems, and has a line for each prompt: there the text does not tell prompts apart.
         if not tokens:
-            return f"prompt {group.prompt} has no tokens"
+            return "the prompt has no tokens" if group.is_evaluation else f"prompt {group.prompt} has no tokens"
         if len(tokens) >= context:
-            problem = f"prompt {group.prompt} has {len(tokens)} tokens, the context of the policy is {context}"
+            limit = f"the context of the policy is {context}"
+            problem = f"prompt {group.prompt} has {len(tokens)} tokens, {limit}"
             if not self._drops_long:
                 raise SettingError(f"data.too_long: {problem}; set data.too_long=drop to leave such prompts out")
-            return problem
+            return f"the prompt has too many tokens, {limit}" if group.is_evaluation else problem
         self._generator.add_group(tokens, self.params_of(group), [held.row_id.number for held in rows])
         return ""

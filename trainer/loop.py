@@ -45,9 +45,9 @@ from .step_log import StepLog
 from .step_metrics import StepMetrics
 
 _CHECKPOINTS_WITH_ROWS = 2
+"""Number of the newest checkpoints after which rows are kept: if the last one is damaged, training resumes from the one before."""
 CHECKPOINT_PERIOD_S = 1800.0
 """Seconds between two checkpoints where `checkpoint.every` is null."""
-"""Number of the newest checkpoints after which rows are kept: if the last one is damaged, training resumes from the one before."""
 
 
 class Trainer:

@@ -75,6 +75,12 @@ class RowsStreamed(Message, frozen=True):
 
     rows: list[RowRef]
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a whole row; a message with one is refused as malformed."""
+        for row in self.rows:
+            if not row.is_partial:
+                raise ValueError(f"row {row.row} is not partial")
+
 
 class RowDone(Message, frozen=True):
     """A rollout has finished a trajectory; each of `storage_ids` has its bytes, unless there was a `failure`.

@@ -31,6 +31,8 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True):
 
     One that `is_partial` has the first tokens of an unfinished trajectory: it has no reward yet, and `num_tokens` counts its response
     alone.
+
+    Journals and saved queues have it as an array, in the order of the fields: a new field goes to the end, with a default.
     """
 
     row: RowId

@@ -1,7 +1,8 @@
 """The hub's decisions: one event per decision, one JSON line per event in the journal.
 
 Hub state is the fold of these events alone, so they hold everything that recovery, resume, audit and replay need.
-`t` is the wall clock in seconds; of the fold, only the window reads it. Class and field names are the journal's format.
+`t` is the wall clock in seconds; of the fold, only the window reads it. Class and field names are the journal's format, and of
+`RowRef` the order of the fields.
 """
 
 import time
@@ -96,11 +97,12 @@ class RowReady(Event, frozen=True, kw_only=True):
 class GroupRestored(Event, frozen=True, kw_only=True):
     """A group of the queue came back from the disk with a resumed run: these `rows` are ready; the others are wanted.
 
-    One that was first leased after the checkpoint takes its place in the data again, as in `Leased`.
+    One that was first leased after the checkpoint takes its place in the data again, as in `Leased`. `rows` has no default: an event of
+    an earlier version, which lists its rows in other fields, is refused.
     """
 
     group: GroupId
-    rows: list[RowRef] = []
+    rows: list[RowRef]
     passed_over: int = 0
 
 

@@ -159,6 +159,8 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         state.cursor += event.passed_over + 1
         state.account.leased += len(group.rows)
     for ref in event.rows:
+        assert ref.row.group == event.group, f"{ref.row} is not of group {event.group}"
+        assert not ref.is_partial, f"{ref.row} is unfinished"
         row = group.rows[ref.row.sample]
         assert row.status is RowStatus.WANTED, f"{ref.row} is {row.status.name}"
         assert row.attempt <= ref.attempt, f"{ref.row}: attempt {ref.attempt} after {row.attempt}"

@@ -1,18 +1,22 @@
-"""The engines of one replica in lock-step: each call to the engine of rank 0 is repeated by the other ranks, in order.
+"""The engines of one replica in lock-step: each call that changes the engine of rank 0 is repeated by the other ranks, in order.
 
 Engines that get the same calls make the same steps: sampling is counter-based, and rank 0 broadcasts its tokens.
 """
 
 import logging
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ...comm.errors import SettingError
 from ...relay.weights.slots import VersionNotAvailable
 from ..engine.engine import Engine
 from .calls import Add, Call, Cancel, End, ImportSequence, Pause, Resume, Step, TakeWeights
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ...comm.messages.weights import WeightsPulled
     from ...trainer.policy.model import Policy
     from ..engine.sampling import SamplingParams
@@ -24,7 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class LeadEngine(Engine):
-    """The engine of rank 0. The other ranks, if there are any, repeat its calls."""
+    """The engine of rank 0. The other ranks, if there are any, repeat its calls.
+
+    With several ranks `generate`, `stream`, `bind`, `weights_changed` and `recompute` raise `SettingError`: no other rank would
+    repeat them.
+    """
 
     def __init__(
         self, replica: "TensorParallelGroup", weights: "RolloutWeights", policy: "Policy", **settings: Any
@@ -49,6 +57,8 @@ class LeadEngine(Engine):
 
     def export_sequences(self, trajectory_ids: Many[int], with_cache: bool = False) -> "list[SequenceState]":
         """With several ranks the states have no cache, since each rank holds a part of it only."""
+        if not trajectory_ids:
+            return []  # nothing would be sent, so this rank alone would read its step
         states = super().export_sequences(trajectory_ids, with_cache and self.replica.size == 1)
         exported = {state.trajectory_id for state in states}
         for number in trajectory_ids:  # one that stays is not running: the others read their step, as this rank has
@@ -71,18 +81,44 @@ class LeadEngine(Engine):
         self.replica.enqueue(Resume(trajectory_id, list(token_ids)))
         return super().resume(trajectory_id, token_ids)
 
+    def cancel(self, trajectory_id: int) -> bool:
+        self.replica.enqueue(Cancel(trajectory_id))
+        return super().cancel(trajectory_id)
+
+    def stream(
+        self,
+        prompts: "Many[list[int]] | Many[str]",
+        params: "SamplingParams | Many[SamplingParams] | None" = None,
+        order: list[int] | None = None,
+    ) -> "Generator[Completion, None, None]":
+        self._check_alone("generate and stream")
+        return super().stream(prompts, params, order)
+
+    def bind(self, views: "Mapping[str, Tensor]") -> None:
+        self._check_alone("bind")
+        super().bind(views)
+
+    def weights_changed(self) -> None:
+        self._check_alone("weights_changed")
+        super().weights_changed()
+
+    def recompute(self) -> None:
+        self._check_alone("recompute")
+        super().recompute()
+
     def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         """Switch all ranks to the newest version that all of them can get, or to `version`.
 
         Raises `VersionNotAvailable` if a rank cannot get that one; the ranks may have different versions then.
         """
         while True:
-            self.recompute()
+            super().recompute()
+            # Not sent if it raises: the other ranks keep their version, and repeat the next call. No step comes before that one.
             pulled = self.weights.pull(deadline_s) if version is None else self.weights.pull_version(version)
             self.replica.enqueue(TakeWeights(pulled.version))
             self.replica.flush()
             if self.replica.all_agree(True):
-                self.weights_changed()
+                super().weights_changed()
                 return pulled
             if version is not None:
                 raise VersionNotAvailable(f"version {version} is not available to every rank")
@@ -94,6 +130,11 @@ class LeadEngine(Engine):
         self.replica.flush()
         self.replica.all_agree(True)
         self.replica.close()
+
+    def _check_alone(self, method: str) -> None:
+        """Raise `SettingError` with several ranks: the others do not repeat this method."""
+        if self.replica.size > 1:
+            raise SettingError(f"rollout.tp={self.replica.size}: {method} would act on the first rank alone")
 
 
 def run_follower(replica: "TensorParallelGroup", engine: Engine, weights: "RolloutWeights") -> None:

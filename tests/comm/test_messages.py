@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.comm.errors import MessageRefused
-from headrace.comm.messages import GroupId, OpenPushLink, RowId, Stop, decode, encode
+from headrace.comm.messages import GroupId, OpenPushLink, RowId, RowRef, RowsStreamed, Stop, decode, encode
 from headrace.comm.messages.base import trajectory_group
 
 
@@ -22,6 +22,14 @@ def test_a_message_is_decoded_as_it_was_encoded():
 def test_bytes_that_are_not_a_message_are_refused(body):
     with pytest.raises(MessageRefused):
         decode(body)
+
+
+def test_a_report_of_first_tokens_with_a_whole_row_is_refused():
+    begun = RowRef(RowId(1, 2, 3), 1, ["relay-0#1"], version=0, num_tokens=5, is_partial=True)
+    body = encode(RowsStreamed([begun, begun]))
+    assert decode(body) == RowsStreamed([begun, begun])
+    with pytest.raises(MessageRefused, match=r"row 1\.2\.3 is not partial"):
+        decode(body.replace(b"true", b"false", 1))
 
 
 def test_ids_read_as_epoch_prompt_sample():

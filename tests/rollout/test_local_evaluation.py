@@ -130,13 +130,14 @@ def test_an_environment_adds_to_prompt_and_response_and_gives_the_reward(evaluat
     assert evaluation.metrics()["eval/held-out/missing"] == 0
 
 
-def test_a_prompt_that_leaves_no_room_is_missing(evaluate: Evaluate, tmp_path: Path, llama: Path):
+def test_prompts_that_leave_no_room_are_missing_for_one_reason(evaluate: Evaluate, tmp_path: Path, llama: Path):
     context = Engine(llama, max_running=1).policy.context
-    rows: Sequence[str] = ("ok", "a" * (context + 1))
+    rows: Sequence[str] = ("ok", "a" * (context + 1), "a" * (context + 9))
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     evaluation, samples = evaluate("reward.path=rewards.py:length", f"eval.path={tmp_path / 'long.jsonl'}")
-    assert evaluation.metrics()["eval/long/missing"] == 1
-    assert f"the context of the policy is {context}" in samples[1].event.failure
+    assert evaluation.metrics()["eval/long/missing"] == 2
+    reason = f"the prompt has too many tokens, the context of the policy is {context}"
+    assert [sample.event.failure for sample in samples] == ["", reason, reason]
 
 
 def test_the_batch_is_as_large_as_the_free_memory_and_no_larger_than_the_evaluation(

@@ -67,7 +67,7 @@ def on_two_ranks(path: Path, work: Callable[[Engine], Any]) -> tuple[Any, Engine
 
 
 def mixed_calls(engine: Engine) -> dict[int, list[int]]:
-    """Tokens by trajectory. Groups come late; some trajectories are dropped, paused, extended, exported and imported."""
+    """Tokens by trajectory. Groups come late; some trajectories are cancelled, paused, extended, exported and imported."""
     prompts, params = random_prompts(4, longest=80), SamplingParams(max_new_tokens=25, ignore_eos=True)
     engine.add_group(prompts[0], params, [1, 2, 3])
     found = {c.trajectory_id: c.token_ids for _ in range(4) for c in engine.step()}
@@ -75,9 +75,11 @@ def mixed_calls(engine: Engine) -> dict[int, list[int]]:
     assert engine.export_sequences([2]) and engine.pause(3)
     engine.step()
     states = engine.export_sequences([1, 4])
-    engine.add_group(prompts[2], params, [6])
+    engine.add_group(prompts[2], params, [6, 7])
     engine.resume(3, [7, 8, 9])
     engine.import_sequences(states)
+    found |= {c.trajectory_id: c.token_ids for c in engine.step()}
+    assert engine.cancel(7) and not engine.cancel(9)
     while not engine.idle:
         found |= {c.trajectory_id: c.token_ids for c in engine.step()}
     return found
@@ -91,6 +93,39 @@ def test_two_ranks_in_lock_step_do_what_one_engine_does(tmp_path: Path):
     assert found == expected and sorted(found) == [1, 3, 4, 5, 6]
     other.check()
     assert other.idle and other.pool.num_free == other.pool.num_pages - 1
+
+
+def refused_calls(engine: Engine) -> list[str]:
+    """The messages of the calls that one rank alone would make."""
+    calls: list[Callable[[], object]] = [
+        lambda: engine.generate([[5, 6]]), lambda: engine.stream([[5, 6]]), lambda: engine.bind({}),
+        engine.weights_changed, engine.recompute,
+    ]  # fmt: skip
+    messages: list[str] = []
+    for call in calls:
+        with pytest.raises(SettingError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_the_other_ranks_do_not_repeat_is_refused(tmp_path: Path):
+    messages, other = on_two_ranks(tiny_policy(tmp_path), refused_calls)
+    names = ("generate and stream", "generate and stream", "bind", "weights_changed", "recompute")
+    assert messages == [f"rollout.tp=2: {name} would act on the first rank alone" for name in names]
+    assert other.idle
+
+
+def test_an_export_of_nothing_leaves_the_step_unread_as_on_the_other_ranks(tmp_path: Path):
+    replica = TensorParallelGroup(None, ["rollout-0"])
+    replica.size = 2
+    replica.flush = lambda: None
+    weights: Any = None
+    lead = LeadEngine(replica, weights, load_policy(tiny_policy(tmp_path)))
+    lead._is_async = True
+    lead.add_group([5, 6], SamplingParams(stop=range(128)), [1])
+    assert lead.step() == [] and lead.export_sequences([]) == [] and lead.num_running == 1
+    assert [done.trajectory_id for done in lead.step()] == [1]
 
 
 def repeated_prompts(engine: Engine) -> list[list[int]]:

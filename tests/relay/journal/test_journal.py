@@ -116,6 +116,17 @@ def test_damage_after_a_checkpoint_does_not_hide_it(recorder: Recorder):
     assert replay(recorder.path).step == 1
 
 
+def test_a_group_that_an_earlier_version_restored_is_refused(recorder: Recorder):
+    """Its rows lie in fields that are gone, and would seem to be none."""
+    with recorder.path.open("ab") as file:
+        file.write(
+            b'{"event":"GroupRestored","group":{"epoch":0,"prompt":0},"samples":[0],"attempts":[1],"versions":[0],'
+        )
+        file.write(b'"num_tokens":[9],"rewards":[0.5],"num_versions":[1],"units":[["relay-0#1"]]}\n')
+    with pytest.raises(JournalError, match=r"journal\.jsonl:2: .*`rows`"):
+        replay(recorder.path)
+
+
 def test_a_second_writer_is_refused_until_the_first_has_closed_the_journal(recorder: Recorder):
     recorder.train_step()
     with pytest.raises(JournalError, match=r"in use by another process; end that run, or set another run\.dir"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace.comm.messages import GroupId, RowId
+from headrace.comm.messages import GroupId, RowId, RowRef
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.journal import replay
 from headrace.relay.journal.records import QueueIndex, RowStatus
@@ -39,6 +39,12 @@ def moved(source: str) -> ev.Moved:
     return ev.Moved(rows=[GROUP.row(0)], attempts=[2], source=source, holder="rollout-2")
 
 
+def restored(row: RowId, is_partial: bool = False) -> ev.GroupRestored:
+    return ev.GroupRestored(
+        group=GROUP, rows=[RowRef(row, 1, ["relay-0#1"], version=0, num_tokens=5, is_partial=is_partial)]
+    )
+
+
 GIVEN_BACK = ev.Returned(group=GROUP, attempt=1, reason="dead")
 LOST = ev.UnitLost(unit="relay-0#1", reason="dead")
 
@@ -60,6 +66,12 @@ def test_a_trajectory_that_is_leased_twice_counts_as_leased_once():
     assert state.account.leased == 2
     assert state.in_flight == 2
     assert state.cursor == 1
+
+
+def test_a_restored_group_has_its_saved_rows_and_wants_the_others():
+    state = fold(restored(GROUP.row(0)))
+    assert state.groups[GROUP].samples(RowStatus.READY) == [0]
+    assert state.unassigned == {GROUP: None} and state.is_balanced
 
 
 def test_a_trained_group_leaves_and_counts_its_staleness():
@@ -113,6 +125,8 @@ def test_a_resumed_run_may_use_a_storage_unit_with_the_name_of_a_lost_one():
         pytest.param([ready(0)], id="a row that was never leased"),
         pytest.param([leased(), ready(0), ready(0)], id="a row that is ready twice"),
         pytest.param([leased(), leased(attempt=2)], id="a lease of what is leased"),
+        pytest.param([restored(GroupId(0, 8).row(0))], id="a restored row of another group"),
+        pytest.param([restored(GROUP.row(0), is_partial=True)], id="a restored row that is unfinished"),
         pytest.param([leased(), ev.Handed(step=0, groups=[GROUP])], id="a hand-out of an unfinished group"),
         pytest.param([ev.Trained(step=3)], id="a step out of turn"),
         pytest.param([leased(), GIVEN_BACK, leased(attempt=1)], id="an attempt that a row has had"),

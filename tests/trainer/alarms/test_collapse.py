@@ -73,14 +73,22 @@ def test_the_rate_is_named_with_the_evidence():
     ("settings", "cure"),
     [
         ({"algorithm__loss": "reinforce", "algorithm__proximal": "rollout"}, "set algorithm.loss=clip, or queue.max_staleness=2"),
-        ({"algorithm__importance_sampling_cap": 1e9}, "algorithm.importance_sampling_cap=1e+09 bounds no weight; set algorithm.prox"),
-        ({}, ": set algorithm.proximal=rollout, or queue.max_staleness=2"),
+        ({"algorithm__importance_sampling_cap": 1e9}, "algorithm.importance_sampling_cap=1e+09 bounds no weight; set it to 2, or queue"),
+        ({"algorithm__importance_sampling": "token_truncate"}, ": set algorithm.importance_sampling=token_dppo, or queue.max_"),
+        ({}, ": set queue.max_staleness=2"),
         ({"algorithm__proximal": "rollout"}, ": set queue.max_staleness=2"),
     ],
 )  # fmt: skip
 def test_the_correction_that_the_settings_lack_is_named(settings: dict[str, object], cure: str):
     ((step, text),) = told(watch_of(**settings), *[STALE] * 4)
     assert step == 2 and "the tokens are 8.0 versions old, their KL divergence is 0.4" in text and cure in text
+
+
+def test_a_trust_region_bears_a_larger_divergence_of_old_tokens():
+    between = {"staleness/token_mean": 8.0, "staleness/kl": 0.3, "is/ess": 0.6}
+    assert told(watch_of(), *[between] * 5) == []
+    assert told(watch_of(algorithm__proximal="rollout"), *[between] * 5) == []
+    assert told(watch_of(algorithm__importance_sampling="token_truncate"), *[between] * 5)
 
 
 def test_old_tokens_near_the_policy_and_a_single_odd_step_are_no_alarm():
