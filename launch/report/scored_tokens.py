@@ -90,7 +90,7 @@ def _run(recipe: Recipe) -> Iterator[_Members]:
         stack.callback(store.close)
 
         def join(role: str, info: dict[str, str]) -> StoreFleet:
-            fleet = StoreFleet.start(store.address, role, 0, secret, info, recipe.comm)
+            fleet = StoreFleet.join(store.address, role, 0, secret, info, recipe.comm)
             stack.callback(fleet.leave)
             return fleet
 

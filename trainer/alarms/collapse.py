@@ -180,7 +180,7 @@ def _on_mismatch(metrics: Metrics, kl: float) -> str:
         place = f", most of it at the places {deepest.rpartition('/')[2]} of a response"
     return (
         f"generator and trainer compute different policies: the KL divergence is {kl:.2g} on tokens of the version in training (healthy:"
-        f" below {MOST_MISMATCH:g}){place}: set model.dtype=float32, and report the model if this alarm stays"
+        f" below {MOST_MISMATCH:g}){place}: `headrace numerics` shows where; set generator.exact=true or model.dtype=float32"
     )
 
 
