@@ -35,7 +35,7 @@ SMOOTHED = 3
 """Steps of a median: one step of few responses may have a single token of a large weight."""
 TEMPLATE_STEPS = 2
 REPEATED_AFTER = 10
-"""Steps without an alarm of a cause after which it is told again."""
+"""Steps without an alarm of a cause after which the next one is printed again."""
 HISTORY = 20
 """Steps before, of which a usual norm of the gradient and a usual entropy are the medians."""
 UNUSUAL = 3.0
@@ -160,7 +160,7 @@ class CollapseWatch:
 
 
 def _correction(algorithm: AlgorithmSettings) -> str:
-    """What the settings lack against stale tokens, before the setting that bounds their age."""
+    """The correction for stale tokens that the settings lack, in words that the bound on their age follows."""
     if algorithm.proximal == "rollout":
         if algorithm.loss == "reinforce":
             return "algorithm.loss=reinforce does not correct for it with algorithm.proximal=rollout; set algorithm.loss=clip, or "

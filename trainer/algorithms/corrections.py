@@ -84,7 +84,7 @@ def left_trust_region(logprobs: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def pull_to_generator(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> Tensor | None:
-    """PULL log(p / b)^2 of each token [R], a term of its loss with `token_dppo`; None where there is none. It carries a gradient.
+    """PULL log(p / b)^2 of each token [R], a term of its loss with `token_dppo`, which carries a gradient; None without that term.
 
     prime-rl's loss has this term, with a smaller weight. It is 0 for a token without an advantage, so that a group of equal rewards
     has no gradient.

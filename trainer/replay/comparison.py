@@ -29,7 +29,7 @@ class Figures(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What differs between two times that a step was trained, in words, and whether it is more than rounding."""
+    """The differences between two times that a step was trained, in words, and whether they are more than rounding."""
 
     text: str
     is_real: bool

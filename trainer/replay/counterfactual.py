@@ -1,4 +1,4 @@
-"""What other losses would have done: their gradients on the weights and the rows of a step that is trained again.
+"""Counterfactual replay: the gradients of other losses on the weights and the rows of a step that is trained again.
 
 Before each update of a step, the actor has the run's gradient. Each variant then computes its own from the same micro-batches and the
 same weights, and the run's gradient is applied. So a variant costs a forward and a backward pass, and memory for one more gradient.

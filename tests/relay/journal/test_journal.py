@@ -117,7 +117,7 @@ def test_damage_after_a_checkpoint_does_not_hide_it(recorder: Recorder):
 
 
 def test_a_group_that_an_earlier_version_restored_is_refused(recorder: Recorder):
-    """Its rows lie in fields that are gone, and would seem to be none."""
+    """Its rows are in fields that are gone, and would seem to be none."""
     with recorder.path.open("ab") as file:
         file.write(
             b'{"event":"GroupRestored","group":{"epoch":0,"prompt":0},"samples":[0],"attempts":[1],"versions":[0],'
