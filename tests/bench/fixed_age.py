@@ -1,6 +1,6 @@
 """Learning from rows of a fixed age, in one process: the trainer and the generator of the project, without the processes between.
 
-    python -m bench.fixed_age OUT --tasks sort-digits,stories --variants default,clip --ages 0,1,3,8,mixed --seeds 0,1 --steps 300
+    python -m bench.fixed_age OUT --tasks sort-digits,stories --variants default,dppo --ages 0,1,3,8,mixed --seeds 0,1 --steps 300
 
 A cell is one run: a task, a variant of the loss, an age, a seed. Each step trains rows that the policy of `age` steps before drew
 (in the first steps, that of the start). With the age `mixed` the weights change while a response is drawn: its first tokens are
@@ -376,24 +376,18 @@ TASKS = {
 
 SCALED = "truncate-ess"
 """The variant whose learning rate is multiplied by the root of the share of effective responses (VCPO, arXiv 2602.17616)."""
-_LOSSES = Path(__file__).with_name("candidate_losses.py")
+_LOSSES = Path(__file__).with_name("peer_losses.py")
 _AT_GENERATOR = "algorithm.proximal=rollout"
+_TRUNCATE = "algorithm.importance_sampling=token_truncate"
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "token-truncate": ("algorithm.proximal=version", "algorithm.importance_sampling=token_truncate"),
+    "default": (),
+    "token-truncate": (_TRUNCATE,),
+    SCALED: (_TRUNCATE,),
     "clip-generator": (_AT_GENERATOR, "algorithm.loss=clip"),
     "dppo": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:dppo"),
-    SCALED: ("algorithm.proximal=version", "algorithm.importance_sampling=token_truncate"),
-    "token-clip": ("algorithm.proximal=version", "algorithm.importance_sampling=token_clip"),
-    "clip-high": (_AT_GENERATOR, "algorithm.loss=clip", "algorithm.clip_high=0.28"),
-    "clip-dual": (_AT_GENERATOR, "algorithm.loss=clip", "algorithm.clip_dual=3"),
-    "truncate-masked": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked"),
-    "masked-kl": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_kl"),
-    "masked-more-kl": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_more_kl"),
-    "masked-pull": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:truncate_masked_pull"),
-    "dppo-wide": (_AT_GENERATOR, f"algorithm.loss={_LOSSES}:dppo_wide"),
     "none": (_AT_GENERATOR, "algorithm.loss=reinforce"),
 }
-"""The candidates for the default, as settings."""
+"""The default and what it is compared with, as settings."""
 
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
@@ -439,7 +433,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", default="sort-digits,calculator,stories")
-    parser.add_argument("--variants", default="token-truncate,clip-generator")
+    parser.add_argument("--variants", default="default,token-truncate")
     parser.add_argument("--ages", default="0,1,3,8,mixed")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--steps", type=int, default=300)
