@@ -16,14 +16,15 @@ archive is a run folder for a replay. Nothing in it is run: of the user's own fu
 
 import json
 import re
+import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import msgspec
 import torch
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ...comm.disk import is_unwritable
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ..actor_group import gather_full
@@ -53,6 +55,8 @@ FORMAT = 1
 COLUMNS = frozenset({"truncated", *(column.name for column in fields(Trajectory))})
 """The columns of rows that training reads; a reward's notes stay with the user."""
 _HEAD = "pack.json"
+_HEAD_BYTES = 1 << 20
+"""Most bytes of the head, which is parsed in memory; it has about 3,000."""
 _MODEL = "model"
 _ADAPTER = "adapter"
 _CRITIC = "critic.safetensors"
@@ -76,7 +80,9 @@ _WEIGHTS_ELSEWHERE = (("model", "path"), ("lora", "path"))
 """Settings that a pack without weights has too: the receiver must have what they name."""
 
 
-_DAMAGES = (BadZipFile, KeyError, EOFError, RuntimeError, ValueError, TypeError, msgspec.MsgspecError)
+_DAMAGES = (
+    BadZipFile, KeyError, EOFError, OSError, OverflowError, RuntimeError, ValueError, TypeError, struct.error, msgspec.MsgspecError,
+)  # fmt: skip
 """What reading an archive raises if it is another file, was cut short or is damaged."""
 
 
@@ -238,6 +244,7 @@ def opened_pack(path: Path) -> Iterator[tuple[Pack, Path]]:
 def _unpack(path: Path, folder: Path) -> Pack:
     try:
         with ZipFile(path) as archive:
+            _check_entries(path, archive.infolist())
             head = json.loads(archive.read(_HEAD))
             found = msgspec.convert(head, _Head)
             if found.format != FORMAT:
@@ -245,14 +252,31 @@ def _unpack(path: Path, folder: Path) -> Pack:
                     f"{path} was written by Headrace {found.version} in form {found.format} of packs; this version reads form {FORMAT}"
                 )
             pack = msgspec.convert(head, Pack)
-            for entry in archive.infolist():
-                if not _NAMES.fullmatch(entry.filename) or entry.compress_type != ZIP_STORED:
-                    raise SettingError(f"{path} is not a pack of `headrace replay --pack`: it has {entry.filename}")
             archive.extractall(folder)  # it checks the sum of each file
     except SettingError:
         raise
     except _DAMAGES as error:
+        if isinstance(error, OSError) and is_unwritable(error):  # the disk of the folder, not the pack
+            raise
         raise SettingError(
             f"{path} is not a whole pack of `headrace replay --pack`: {error}; it may be cut short or damaged"
         ) from error
     return pack
+
+
+def _check_entries(path: Path, entries: Sequence[ZipInfo]) -> None:
+    """Raise `SettingError` unless a pack has such files, and they need no more memory and disk than it has bytes. It reads none of them."""
+    for entry in entries:
+        why = ""
+        if not _NAMES.fullmatch(entry.filename):
+            why = f"it has {entry.filename}"
+        elif entry.compress_type != ZIP_STORED:
+            why = f"{entry.filename} is compressed"
+        elif entry.filename == _HEAD and entry.file_size > _HEAD_BYTES:
+            why = f"{_HEAD} has {entry.file_size:,} bytes, and {_HEAD_BYTES:,} are allowed"
+        if why:
+            raise SettingError(f"{path} is not a pack of `headrace replay --pack`: {why}")
+    if (unpacked := sum(entry.file_size for entry in entries)) > (size := path.stat().st_size):  # files may overlap
+        raise SettingError(
+            f"{path} is not a pack of `headrace replay --pack`: its files have {unpacked:,} bytes, and it has {size:,}"
+        )

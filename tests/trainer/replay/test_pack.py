@@ -1,10 +1,14 @@
 """A pack repeats a step in another folder and another process, names no secret, and a wrong one is refused."""
 
+import errno
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -171,6 +175,35 @@ def test_a_damaged_byte_is_found(packed: Path, tmp_path: Path):
         pass
 
 
+def test_a_damaged_directory_is_found(packed: Path, tmp_path: Path):
+    """Its place becomes one before the file, where no file can be read."""
+    content = bytearray(packed.read_bytes())
+    content[content.rfind(b"PK\5\6") + 19] ^= 0xFF
+    (damaged := tmp_path / "pack").write_bytes(content)
+    with pytest.raises(SettingError, match="is not a whole pack .*cut short or damaged"), opened_pack(damaged):
+        pass
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EINVAL, "Invalid"), struct.error("unpack requires 30 bytes")])
+def test_what_reading_an_archive_raises_is_a_damage(packed: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    monkeypatch.setattr(ZipFile, "read", failing_with(error))
+    with pytest.raises(SettingError, match="is not a whole pack .*cut short or damaged"), opened_pack(packed):
+        pass
+
+
+def test_a_full_disk_is_no_damage_of_the_pack(packed: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ZipFile, "extractall", failing_with(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"), opened_pack(packed):
+        pass
+
+
+def failing_with(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
 def with_head(packed: Path, path: Path, **changes: object) -> Path:
     """A copy of a pack with other entries in its head."""
     with ZipFile(packed) as old, ZipFile(path, "w") as new:
@@ -208,12 +241,38 @@ def test_files_that_no_pack_has_are_not_unpacked(packed: Path, tmp_path: Path, n
     assert [each.name for each in tmp_path.iterdir()] == ["pack"]
 
 
-def test_a_compressed_archive_is_refused(packed: Path, tmp_path: Path):
+def test_a_compressed_archive_is_refused_before_it_is_read(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A small one could unpack to any size."""
     with ZipFile(packed) as old, ZipFile(path := tmp_path / "pack", "w", ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    with pytest.raises(SettingError, match="is not a pack"), opened_pack(path):
+    monkeypatch.setattr(ZipFile, "open", failing_with(AssertionError("a file of the archive was opened")))
+    with pytest.raises(SettingError, match=r"is not a pack.*: \S+ is compressed"), opened_pack(path):
+        pass
+
+
+def test_a_head_of_more_than_a_mebibyte_is_refused(packed: Path, tmp_path: Path):
+    large = with_head(packed, tmp_path / "large", version="1" * (1 << 20))
+    with (
+        pytest.raises(SettingError, match=r"pack\.json has 1,0.* bytes, and 1,048,576 are allowed"),
+        opened_pack(large),
+    ):
+        pass
+
+
+def test_files_that_share_their_bytes_are_refused(packed: Path, tmp_path: Path):
+    """Each has a sum that fits and a name of a pack; together they are larger than the pack."""
+    with ZipFile(packed) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    shutil.copy(packed, path := tmp_path / "pack")
+    with ZipFile(path, "a") as archive:
+        archive.writestr("model/last", b"x")  # the directory is written again
+        for number in range(packed.stat().st_size // largest.file_size + 1):
+            archive.filelist.append(entry := copy(largest))
+            entry.filename = f"model/{number}"
+    with pytest.raises(SettingError, match="is not a pack.*: its files have .* bytes, and it has"), opened_pack(path):
         pass
 
 
