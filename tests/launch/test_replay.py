@@ -87,4 +87,8 @@ def test_a_step_is_packed_and_the_pack_is_replayed(run_dir: Path, tmp_path: Path
     assert "warning: model.dtype=bfloat16" in capsys.readouterr().err
     assert main([str(run_dir), "--steps", "2", "--pack", str(tmp_path / "small"), "--without-weights"]) == 0
     checkpoint = run_dir / "checkpoints" / "step_1"
-    assert main([str(tmp_path / "small"), "--checkpoint", str(checkpoint)]) == 0
+    words = [str(tmp_path / "small"), "--checkpoint", str(checkpoint)]
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "model.path: the run began with its sender's folder qwen3, which is not" in capsys.readouterr().err
+    assert main([*words, f"model.path={run_dir.parent / 'policy' / 'qwen3'}"]) == 0

@@ -77,7 +77,9 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 """The settings that decide the gradient of saved rows, beside those of `_SECTIONS`."""
 _SECTIONS = ("algorithm", "optimizer", "critic")
 _WEIGHTS_ELSEWHERE = (("model", "path"), ("lora", "path"))
-"""Settings that a pack without weights has too: the receiver must have what they name."""
+"""Settings that a pack without weights has too: the receiver must have what they name. Of a folder of the sender's they have the name alone."""
+_OWN_FUNCTIONS = ("advantage", "loss")
+"""Settings of `algorithm` that may name a function of the sender's; of its file a pack has the name alone."""
 
 
 _DAMAGES = (
@@ -129,9 +131,13 @@ def settings_of(recipe: Recipe, *, has_weights: bool) -> dict[str, dict[str, Any
     every = msgspec.to_builtins(recipe)
     found = {section: {name: every[section][name] for name in names} for section, names in _SETTINGS.items()}
     found |= {section: every[section] for section in _SECTIONS}
+    for name in _OWN_FUNCTIONS:
+        if ".py:" in (function := found["algorithm"][name]):
+            found["algorithm"][name] = Path(function).name
     if not has_weights:
         for section, name in _WEIGHTS_ELSEWHERE:
-            found[section][name] = every[section][name]
+            path = Path(given := every[section][name])
+            found[section][name] = path.name if path.is_absolute() else given
     return found
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
+import msgspec
 import pytest
 from support.actors import recipe_of
 from support.policies import tiny_policy
@@ -23,7 +24,7 @@ from headrace.comm.recipe import Recipe
 from headrace.launch.report.replay import main
 from headrace.trainer.replay import pack as pack_module
 from headrace.trainer.replay import replay as replay_module
-from headrace.trainer.replay.pack import FORMAT, opened_pack
+from headrace.trainer.replay.pack import FORMAT, opened_pack, settings_of
 from headrace.trainer.replay.replay import NewPack, replay_pack, replay_steps
 
 PATIENCE_S = 240.0
@@ -61,6 +62,10 @@ def packed(run: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def with_model(recipe: Recipe, path: Path | str) -> Recipe:
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, path=str(path)))
+
+
 def replayed(path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     """`headrace replay` of a pack, in another process and another folder."""
     command = [sys.executable, "-m", "headrace", "replay", str(path), *words]
@@ -95,7 +100,7 @@ def test_a_pack_without_weights_repeats_the_step_with_the_checkpoint_alone(run, 
     assert path.stat().st_size < 1e5
     checkpoint = Path(run.run.dir) / "checkpoints" / "step_2"
     with opened_pack(path) as (pack, folder):
-        assert replay_pack(pack.recipe(folder), pack, folder, str(checkpoint)) == 0
+        assert replay_pack(with_model(pack.recipe(folder), run.model.path), pack, folder, str(checkpoint)) == 0
         with pytest.raises(SettingError, match=r"the pack has no weights; .*--checkpoint RUN/checkpoints/step_2"):
             replay_pack(pack.recipe(folder), pack, folder)
     assert "step    3  loss" in capsys.readouterr().out
@@ -109,15 +114,15 @@ def test_the_weights_of_another_run_are_refused_by_their_digest(run, policy_dir,
         opened_pack(path) as (pack, folder),
         pytest.raises(SettingError, match="these are not the weights of the pack"),
     ):
-        replay_pack(pack.recipe(folder), pack, folder, str(tmp_path / "other" / "checkpoints" / "step_2"))
+        recipe = with_model(pack.recipe(folder), policy_dir)
+        replay_pack(recipe, pack, folder, str(tmp_path / "other" / "checkpoints" / "step_2"))
 
 
 def test_a_pack_without_weights_of_the_first_step_needs_the_model_alone(run, policy_dir, tmp_path):
     path = tmp_path / "pack"
     replay_steps(run, (1, 1), new_pack=NewPack(path, "1", has_weights=False))
     with opened_pack(path) as (pack, folder):
-        recipe = pack.recipe(folder)
-        assert recipe.model.path == str(policy_dir)
+        recipe = with_model(pack.recipe(folder), policy_dir)
         assert replay_pack(recipe, pack, folder) == 0
         with pytest.raises(SettingError, match="--checkpoint: step 1 begins with model.path"):
             replay_pack(recipe, pack, folder, "somewhere")
@@ -157,6 +162,26 @@ def test_a_pack_has_no_address_no_environment_no_folder_and_no_notes_of_rewards(
     for text in (b"sk-of-the", b"JUDGE_KEY", b"private", str(policy_dir).encode(), b"the run's own", b"reward_info"):
         assert text not in content, text
     assert b"rollout_logprobs" in content and b"importance_sampling_cap" in content
+
+
+def test_a_pack_without_weights_has_the_name_of_a_folder_but_not_its_place():
+    recipe = recipe_of(
+        "/home/sender/policy", lora__path="/home/sender/adapter", lora__rank=2, run__dir="/home/sender/run"
+    )
+    settings = settings_of(recipe, has_weights=False)
+    assert settings["model"]["path"] == "policy" and settings["lora"]["path"] == "adapter"
+    assert "sender" not in repr(settings)
+    for path in ("org/model", "../policy"):
+        assert settings_of(with_model(recipe, path), has_weights=False)["model"]["path"] == path
+
+
+@pytest.mark.parametrize("function", ["sub/own.py:f", "/home/sender/own.py:f"])
+@pytest.mark.parametrize("name", ["loss", "advantage"])
+def test_of_an_own_function_a_pack_has_the_name_of_its_file(function: str, name: str):
+    settings = settings_of(recipe_of("org/model", **{f"algorithm__{name}": function}), has_weights=True)
+    assert settings["algorithm"][name] == "own.py:f"
+    module = recipe_of("org/model", **{f"algorithm__{name}": "package.module:f"})
+    assert settings_of(module, has_weights=True)["algorithm"][name] == "package.module:f"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
@@ -306,6 +331,7 @@ def test_a_pack_names_the_user_s_function_and_the_receiver_gives_its_file(policy
     (tmp_path / "own.py").rename(tmp_path / "moved.py")
     capsys.readouterr()
     assert main([str(path)]) == 2
-    assert "own.py:loss, which is not in the pack; name the file on this machine" in capsys.readouterr().err
+    assert "with own.py:loss, which is not in the pack; name the file on this machine" in capsys.readouterr().err
+    assert str(tmp_path).encode() not in path.read_bytes(), "the sender's folders stay with the sender"
     assert main([str(path), f"algorithm.loss={tmp_path}/moved.py:loss"]) == 0
     assert "0 of them differ" in capsys.readouterr().out
