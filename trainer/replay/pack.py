@@ -48,6 +48,7 @@ from ..learners.actor import Actor
 from ..policy.adapter_files import AdapterBase, write_adapter
 from ..policy.lora import is_adapter
 from ..step_log import StepReplay
+from .comparison import COMPARED
 from .start import METRICS
 
 FORMAT = 1
@@ -258,6 +259,7 @@ def _unpack(path: Path, folder: Path) -> Pack:
                     f"{path} was written by Headrace {found.version} in form {found.format} of packs; this version reads form {FORMAT}"
                 )
             pack = msgspec.convert(head, Pack)
+            _check_settings(path, pack)
             archive.extractall(folder)  # it checks the sum of each file
     except SettingError:
         raise
@@ -286,3 +288,29 @@ def _check_entries(path: Path, entries: Sequence[ZipInfo]) -> None:
         raise SettingError(
             f"{path} is not a pack of `headrace replay --pack`: its files have {unpacked:,} bytes, and it has {size:,}"
         )
+
+
+def _check_settings(path: Path, pack: Pack) -> None:
+    """Raise `SettingError` for a setting that `settings_of` does not write: a receiver's replay would obey it."""
+    allowed = {(section, name) for section, names in _SETTINGS.items() for name in names}
+    allowed |= set(() if pack.has_weights else _WEIGHTS_ELSEWHERE)
+    for section in pack.settings.keys() - set(_SECTIONS):
+        others = [name for name in pack.settings[section] or [""] if (section, name) not in allowed]
+        if others:
+            raise SettingError(
+                f"{path} was written by Headrace {pack.version}, with other settings than packs of this version: {section}.{others[0]}"
+            )
+
+
+def recorded_numbers(folder: Path, step: int) -> Mapping[str, float]:
+    """The numbers of the step of the pack that is unpacked in `folder`, which counts from 0. Raises `SettingError` if one is missing."""
+    try:
+        row = msgspec.convert(json.loads((folder / METRICS).read_text(encoding="utf-8")), dict[str, Any])
+    except _DAMAGES as error:
+        raise SettingError(f"the pack is damaged: {METRICS} cannot be read: {error}") from error
+    if row.get("step") != step:
+        raise SettingError(f"the pack is damaged: {METRICS} has no numbers of step {step + 1}")
+    for name in COMPARED:
+        if not isinstance(row.get(name), int | float):
+            raise SettingError(f"the pack is damaged: {METRICS} has no number {name}")
+    return {name: row[name] for name in COMPARED}

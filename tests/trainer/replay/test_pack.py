@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -254,6 +255,76 @@ def test_packs_of_other_versions_are_refused_by_name(packed: Path, tmp_path: Pat
     without = with_head(packed, tmp_path / "without", step=None)
     with pytest.raises(SettingError, match="is not a whole pack"), opened_pack(without):
         pass
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "named"),
+    [
+        ("trainer", {"engine": "own.py:Trainer"}, "trainer.engine"),
+        ("reward", {"path": "own.py:reward"}, "reward.path"),
+        ("model", {"path": "org/model"}, "model.path"),  # the weights are in the pack
+        ("lab", {}, "lab."),
+    ],
+)
+def test_settings_that_no_pack_has_are_refused(packed: Path, tmp_path: Path, section: str, values: Any, named: str):
+    with ZipFile(packed) as archive:
+        settings = json.loads(archive.read("pack.json"))["settings"]
+    settings[section] = settings.get(section, {}) | values
+    other = with_head(packed, tmp_path / "other", settings=settings)
+    with (
+        pytest.raises(SettingError, match=rf"with other settings than packs of this version: {re.escape(named)}$"),
+        opened_pack(other),
+    ):
+        pass
+
+
+def test_a_pack_is_replayed_by_the_built_in_trainer_alone(packed: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(packed), "trainer.engine=emulated"]) == 2
+    assert "trainer.engine=emulated: only steps of the built-in trainer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "why"),
+    [(1, "roles.actor=2: step 4 was trained by 1 actor ranks"), (2, "rows/step_3.1.safetensors is missing")],
+)
+def test_more_ranks_than_a_pack_has_rows_of_are_refused_before_they_start(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, why: str
+):
+    monkeypatch.setattr(replay_module, "_train", failing_with(AssertionError("the ranks started")))
+    with ZipFile(packed) as archive:
+        settings = json.loads(archive.read("pack.json"))["settings"] | {"roles": {"actor": 2}}
+    with opened_pack(with_head(packed, tmp_path / "other", settings=settings)) as (pack, folder):
+        rows = folder / "rows" / "step_3.safetensors"
+        said = rows.read_bytes()
+        assert said.count(b'num_ranks\\":1') == 1
+        rows.write_bytes(said.replace(b'num_ranks\\":1', b'num_ranks\\":%d' % num_ranks))
+        with pytest.raises(SettingError, match=f"the pack is damaged: {why}"):
+            replay_pack(pack.recipe(folder), pack, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda _: "", "metrics.jsonl cannot be read"),
+        (lambda row: row.replace("{", "", 1), "metrics.jsonl cannot be read"),
+        (lambda _: "[]", "metrics.jsonl cannot be read"),
+        (lambda row: row.replace('"step"', '"stop"'), "metrics.jsonl has no numbers of step 4"),
+        (lambda row: row.replace('"step": 3', '"step": 2'), "metrics.jsonl has no numbers of step 4"),
+        (lambda row: row.replace("is/mean", "is/mode"), "metrics.jsonl has no number is/mean"),
+        (lambda row: row.replace('"actor/grad_norm": ', '"actor/grad_norm": "1", "x": '), "no number actor/grad_norm"),
+    ],
+)
+def test_a_pack_without_its_numbers_is_refused(packed: Path, change: Callable[[str], str], why: str):
+    with opened_pack(packed) as (pack, folder):
+        metrics = folder / "metrics.jsonl"
+        before = metrics.read_text()
+        metrics.write_text(change(before))
+        assert metrics.read_text() != before
+        with pytest.raises(SettingError, match=f"the pack is damaged: .*{why}"):
+            replay_pack(pack.recipe(folder), pack, folder)
+        metrics.unlink()
+        with pytest.raises(SettingError, match=r"the pack is damaged: metrics\.jsonl cannot be read"):
+            replay_pack(pack.recipe(folder), pack, folder)
 
 
 @pytest.mark.parametrize("name", ["../outside", "model/../../outside", "/outside", "run.py", "model/x/y"])
