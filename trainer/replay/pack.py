@@ -3,7 +3,7 @@
 It is a ZIP archive without compression:
 
     pack.json                      `Pack`: version, machine, settings, and the digest of the weights
-    metrics.jsonl                  the numbers of the step that are compared
+    metrics.jsonl                  the numbers of the step that are compared, as the replay that wrote the pack computed them
     rows/step_N[.R].safetensors    the rows of each rank, with the columns that training reads
     model/...                      the weights before the step, in Hugging Face format and without an adapter
     adapter/...                    the adapter, in peft's format
@@ -11,7 +11,8 @@ It is a ZIP archive without compression:
     optimizer.safetensors          the optimizer's moments, if the step has several updates: all but the first depend on them
 
 Of the settings it has only those that `_SETTINGS` and `_SECTIONS` list, so no address of a reward, no environment and no secret. An unpacked
-archive is a run folder for a replay. Nothing in it is run: of the user's own functions it has the names, and the receiver gives the files.
+archive is a run folder for a replay. Nothing in it is run: of the user's own functions and folders it has the names, and the receiver
+gives the files.
 """
 
 import json
