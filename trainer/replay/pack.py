@@ -80,8 +80,6 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 _SECTIONS = ("algorithm", "optimizer", "critic")
 _WEIGHTS_ELSEWHERE = (("model", "path"), ("lora", "path"))
 """Settings that a pack without weights has too: the receiver must have what they name. Of a folder of the sender's they have the name alone."""
-_OWN_FUNCTIONS = ("advantage", "loss")
-"""Settings of `algorithm` that may name a function of the sender's; of its file a pack has the name alone."""
 
 
 _DAMAGES = (
@@ -133,9 +131,8 @@ def settings_of(recipe: Recipe, *, has_weights: bool) -> dict[str, dict[str, Any
     every = msgspec.to_builtins(recipe)
     found = {section: {name: every[section][name] for name in names} for section, names in _SETTINGS.items()}
     found |= {section: every[section] for section in _SECTIONS}
-    for name in _OWN_FUNCTIONS:
-        if ".py:" in (function := found["algorithm"][name]):
-            found["algorithm"][name] = Path(function).name
+    own = {name: text for name, text in found["algorithm"].items() if isinstance(text, str) and ".py:" in text}
+    found["algorithm"] |= {name: Path(function).name for name, function in own.items()}
     if not has_weights:
         for section, name in _WEIGHTS_ELSEWHERE:
             path = Path(given := every[section][name])

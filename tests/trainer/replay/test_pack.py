@@ -179,9 +179,9 @@ def test_a_pack_without_weights_has_the_name_of_a_folder_but_not_its_place():
 @pytest.mark.parametrize("function", ["sub/own.py:f", "/home/sender/own.py:f"])
 @pytest.mark.parametrize("name", ["loss", "advantage"])
 def test_of_an_own_function_a_pack_has_the_name_of_its_file(function: str, name: str):
-    settings = settings_of(recipe_of("org/model", **{f"algorithm__{name}": function}), has_weights=True)
+    settings = settings_of(recipe_of(Path("org/model"), **{f"algorithm__{name}": function}), has_weights=True)
     assert settings["algorithm"][name] == "own.py:f"
-    module = recipe_of("org/model", **{f"algorithm__{name}": "package.module:f"})
+    module = recipe_of(Path("org/model"), **{f"algorithm__{name}": "package.module:f"})
     assert settings_of(module, has_weights=True)["algorithm"][name] == "package.module:f"
 
 
