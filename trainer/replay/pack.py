@@ -293,10 +293,10 @@ def _check_settings(path: Path, pack: Pack) -> None:
     allowed = {(section, name) for section, names in _SETTINGS.items() for name in names}
     allowed |= set(() if pack.has_weights else _WEIGHTS_ELSEWHERE)
     for section in pack.settings.keys() - set(_SECTIONS):
-        others = [name for name in pack.settings[section] or [""] if (section, name) not in allowed]
-        if others:
+        others = [f"{section}.{name}" for name in pack.settings[section] if (section, name) not in allowed]
+        if others or section not in _SETTINGS:
             raise SettingError(
-                f"{path} was written by Headrace {pack.version}, with other settings than packs of this version: {section}.{others[0]}"
+                f"{path} was written by Headrace {pack.version}, with other settings than packs of this version: {[*others, section][0]}"
             )
 
 

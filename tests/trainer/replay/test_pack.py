@@ -167,7 +167,7 @@ def test_a_pack_has_no_address_no_environment_no_folder_and_no_notes_of_rewards(
 
 def test_a_pack_without_weights_has_the_name_of_a_folder_but_not_its_place():
     recipe = recipe_of(
-        "/home/sender/policy", lora__path="/home/sender/adapter", lora__rank=2, run__dir="/home/sender/run"
+        Path("/home/sender/policy"), lora__path="/home/sender/adapter", lora__rank=2, run__dir="/home/sender/run"
     )
     settings = settings_of(recipe, has_weights=False)
     assert settings["model"]["path"] == "policy" and settings["lora"]["path"] == "adapter"
@@ -263,7 +263,7 @@ def test_packs_of_other_versions_are_refused_by_name(packed: Path, tmp_path: Pat
         ("trainer", {"engine": "own.py:Trainer"}, "trainer.engine"),
         ("reward", {"path": "own.py:reward"}, "reward.path"),
         ("model", {"path": "org/model"}, "model.path"),  # the weights are in the pack
-        ("lab", {}, "lab."),
+        ("lab", {}, "lab"),
     ],
 )
 def test_settings_that_no_pack_has_are_refused(packed: Path, tmp_path: Path, section: str, values: Any, named: str):
