@@ -4,7 +4,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,15 +108,25 @@ def _replay_pack(path: Path, overrides: Sequence[str], given: argparse.Namespace
         packed = pack.recipe(folder)
         check_overrides(packed, overrides)
         recipe = changed_recipe(packed, overrides)
-        named = {word.partition("=")[0] for word in overrides}
-        for name in _OWN_FUNCTIONS:
-            if ":" in (function := getattr(recipe.algorithm, name)) and f"algorithm.{name}" not in named:
-                raise SettingError(
-                    f"algorithm.{name}: the step was trained with {function}, which is not in the pack; name the file on this machine:"
-                    f" algorithm.{name}=FILE.py:FUNCTION"
-                )
+        _check_named(recipe, {word.partition("=")[0] for word in overrides})
         variants = _variants(recipe, given.variants, _other_type(recipe, packed))
         return 1 if replay_pack(recipe, pack, folder, given.checkpoint, variants) else 0
+
+
+def _check_named(recipe: "Recipe", named: Collection[str]) -> None:
+    """Raise `SettingError` unless the receiver of a pack named the files and folders of the sender that its step needs."""
+    for name in _OWN_FUNCTIONS:
+        if ":" in (function := getattr(recipe.algorithm, name)) and f"algorithm.{name}" not in named:
+            raise SettingError(
+                f"algorithm.{name}: the step was trained with {function}, which is not in the pack; name the file on this machine:"
+                f" algorithm.{name}=FILE.py:FUNCTION"
+            )
+    for setting, path in (("model.path", recipe.model.path), ("lora.path", recipe.lora.path)):
+        if path and "/" not in path and setting not in named:  # an id of the Hub has a /
+            raise SettingError(
+                f"{setting}: the run began with its sender's folder {path}, which is not in the pack; name the folder on this machine:"
+                f" {setting}=FOLDER"
+            )
 
 
 def read_steps(text: str) -> tuple[int, int]:

@@ -54,6 +54,9 @@ def test_variants_are_told_side_by_side_and_those_without_effect_are_warnings(ru
         (["RUN", "RUN"], "name one folder of a run, or one pack, not"),
         (["nowhere"], "nowhere is neither the folder of a run, which has a config.yaml, nor a pack"),
         (["RUN", "--steps", "two"], "--steps two: write one step"),
+        (["RUN", "--steps", "0"], "--steps 0: the run in RUN has trained steps 1 to 3"),
+        (["RUN", "--steps", "4"], "--steps 4: the run in RUN has trained steps 1 to 3"),
+        (["RUN", "--steps", "3-2"], "--steps 3-2: the run in RUN has trained steps 1 to 3"),
         (["RUN", "--steps", "3-4"], "--steps 3-4: the run in RUN has trained steps 1 to 3"),
         (["RUN", "--with", "sampling.temperature=2"], '--with "sampling.temperature=2": sampling.temperature cannot be another one'),
         (["RUN", "--with", "algorithm.loss=clip reward.path=x"], "reward.path cannot be another one: the run drew and rewarded"),
@@ -87,4 +90,8 @@ def test_a_step_is_packed_and_the_pack_is_replayed(run_dir: Path, tmp_path: Path
     assert "warning: model.dtype=bfloat16" in capsys.readouterr().err
     assert main([str(run_dir), "--steps", "2", "--pack", str(tmp_path / "small"), "--without-weights"]) == 0
     checkpoint = run_dir / "checkpoints" / "step_1"
-    assert main([str(tmp_path / "small"), "--checkpoint", str(checkpoint)]) == 0
+    words = [str(tmp_path / "small"), "--checkpoint", str(checkpoint)]
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "model.path: the run began with its sender's folder qwen3, which is not" in capsys.readouterr().err
+    assert main([*words, f"model.path={run_dir.parent / 'policy' / 'qwen3'}"]) == 0

@@ -15,10 +15,10 @@ class Figures(NamedTuple):
 
     grad_norm: of the gradient before it is clipped, as `actor/grad_norm`. ess: effective sample size of the importance weights w, as
     a share: (sum w)^2 / (n sum w^2) over the n tokens with loss whose advantage is not 0, where w is what a token's gradient has of
-    A grad(log p): the weight of its correction times the ratio of its loss, and 0 where the clip stops it. clipped: share of the
-    tokens with loss whose ratio is bounded by the clip. limited: share whose importance weight is truncated or masked. cosine: of the
-    gradient to that of the run. With several updates, norm and cosine are
-    means over them, the cosine over those where both gradients are not zero.
+    A grad(log p): the weight of its correction times the ratio of its loss, and 0 where the clip stops it; the other terms of the loss
+    (`pull_to_generator`, entropy, KL, routers) are left out. clipped: share of the tokens with loss whose ratio is bounded by the clip.
+    limited: share whose importance weight is truncated or masked. cosine: of the gradient to that of the run. With several updates,
+    norm and cosine are means over them, the cosine over those where both gradients are not zero.
     """
 
     grad_norm: float

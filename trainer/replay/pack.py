@@ -3,7 +3,7 @@
 It is a ZIP archive without compression:
 
     pack.json                      `Pack`: version, machine, settings, and the digest of the weights
-    metrics.jsonl                  the numbers of the step that are compared
+    metrics.jsonl                  the numbers of the step that are compared, as the replay that wrote the pack computed them
     rows/step_N[.R].safetensors    the rows of each rank, with the columns that training reads
     model/...                      the weights before the step, in Hugging Face format and without an adapter
     adapter/...                    the adapter, in peft's format
@@ -11,19 +11,21 @@ It is a ZIP archive without compression:
     optimizer.safetensors          the optimizer's moments, if the step has several updates: all but the first depend on them
 
 Of the settings it has only those that `_SETTINGS` and `_SECTIONS` list, so no address of a reward, no environment and no secret. An unpacked
-archive is a run folder for a replay. Nothing in it is run: of the user's own functions it has the names, and the receiver gives the files.
+archive is a run folder for a replay. Nothing in it is run: of the user's own functions and folders it has the names, and the receiver
+gives the files.
 """
 
 import json
 import re
+import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import msgspec
 import torch
@@ -37,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ...comm.disk import is_unwritable
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ..actor_group import gather_full
@@ -46,6 +49,7 @@ from ..learners.actor import Actor
 from ..policy.adapter_files import AdapterBase, write_adapter
 from ..policy.lora import is_adapter
 from ..step_log import StepReplay
+from .comparison import COMPARED
 from .start import METRICS
 
 FORMAT = 1
@@ -53,6 +57,8 @@ FORMAT = 1
 COLUMNS = frozenset({"truncated", *(column.name for column in fields(Trajectory))})
 """The columns of rows that training reads; a reward's notes stay with the user."""
 _HEAD = "pack.json"
+_HEAD_BYTES = 1 << 20
+"""Most bytes of the head, which is parsed in memory; it has about 3,000."""
 _MODEL = "model"
 _ADAPTER = "adapter"
 _CRITIC = "critic.safetensors"
@@ -73,10 +79,12 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 """The settings that decide the gradient of saved rows, beside those of `_SECTIONS`."""
 _SECTIONS = ("algorithm", "optimizer", "critic")
 _WEIGHTS_ELSEWHERE = (("model", "path"), ("lora", "path"))
-"""Settings that a pack without weights has too: the receiver must have what they name."""
+"""Settings that a pack without weights has too: the receiver must have what they name. Of a folder of the sender's they have the name alone."""
 
 
-_DAMAGES = (BadZipFile, KeyError, EOFError, RuntimeError, ValueError, TypeError, msgspec.MsgspecError)
+_DAMAGES = (
+    BadZipFile, KeyError, EOFError, OSError, OverflowError, RuntimeError, ValueError, TypeError, struct.error, msgspec.MsgspecError,
+)  # fmt: skip
 """What reading an archive raises if it is another file, was cut short or is damaged."""
 
 
@@ -123,9 +131,12 @@ def settings_of(recipe: Recipe, *, has_weights: bool) -> dict[str, dict[str, Any
     every = msgspec.to_builtins(recipe)
     found = {section: {name: every[section][name] for name in names} for section, names in _SETTINGS.items()}
     found |= {section: every[section] for section in _SECTIONS}
+    own = {name: text for name, text in found["algorithm"].items() if isinstance(text, str) and ".py:" in text}
+    found["algorithm"] |= {name: Path(function).name for name, function in own.items()}
     if not has_weights:
         for section, name in _WEIGHTS_ELSEWHERE:
-            found[section][name] = every[section][name]
+            path = Path(given := every[section][name])
+            found[section][name] = path.name if path.is_absolute() else given
     return found
 
 
@@ -238,6 +249,7 @@ def opened_pack(path: Path) -> Iterator[tuple[Pack, Path]]:
 def _unpack(path: Path, folder: Path) -> Pack:
     try:
         with ZipFile(path) as archive:
+            _check_entries(path, archive.infolist())
             head = json.loads(archive.read(_HEAD))
             found = msgspec.convert(head, _Head)
             if found.format != FORMAT:
@@ -245,14 +257,58 @@ def _unpack(path: Path, folder: Path) -> Pack:
                     f"{path} was written by Headrace {found.version} in form {found.format} of packs; this version reads form {FORMAT}"
                 )
             pack = msgspec.convert(head, Pack)
-            for entry in archive.infolist():
-                if not _NAMES.fullmatch(entry.filename) or entry.compress_type != ZIP_STORED:
-                    raise SettingError(f"{path} is not a pack of `headrace replay --pack`: it has {entry.filename}")
+            _check_settings(path, pack)
             archive.extractall(folder)  # it checks the sum of each file
     except SettingError:
         raise
     except _DAMAGES as error:
+        if isinstance(error, OSError) and is_unwritable(error):  # the disk of the folder, not the pack
+            raise
         raise SettingError(
             f"{path} is not a whole pack of `headrace replay --pack`: {error}; it may be cut short or damaged"
         ) from error
     return pack
+
+
+def _check_entries(path: Path, entries: Sequence[ZipInfo]) -> None:
+    """Raise `SettingError` unless a pack has such files, and they need no more memory and disk than it has bytes. It reads none of them."""
+    for entry in entries:
+        why = ""
+        if not _NAMES.fullmatch(entry.filename):
+            why = f"it has {entry.filename}"
+        elif entry.compress_type != ZIP_STORED:
+            why = f"{entry.filename} is compressed"
+        elif entry.filename == _HEAD and entry.file_size > _HEAD_BYTES:
+            why = f"{_HEAD} has {entry.file_size:,} bytes, and {_HEAD_BYTES:,} are allowed"
+        if why:
+            raise SettingError(f"{path} is not a pack of `headrace replay --pack`: {why}")
+    if (unpacked := sum(entry.file_size for entry in entries)) > (size := path.stat().st_size):  # files may overlap
+        raise SettingError(
+            f"{path} is not a pack of `headrace replay --pack`: its files have {unpacked:,} bytes, and it has {size:,}"
+        )
+
+
+def _check_settings(path: Path, pack: Pack) -> None:
+    """Raise `SettingError` for a setting that `settings_of` does not write: a receiver's replay would obey it."""
+    allowed = {(section, name) for section, names in _SETTINGS.items() for name in names}
+    allowed |= set(() if pack.has_weights else _WEIGHTS_ELSEWHERE)
+    for section in pack.settings.keys() - set(_SECTIONS):
+        others = [f"{section}.{name}" for name in pack.settings[section] if (section, name) not in allowed]
+        if others or section not in _SETTINGS:
+            raise SettingError(
+                f"{path} was written by Headrace {pack.version}, with other settings than packs of this version: {[*others, section][0]}"
+            )
+
+
+def recorded_numbers(folder: Path, step: int) -> Mapping[str, float]:
+    """The numbers of the step of the pack that is unpacked in `folder`, which counts from 0. Raises `SettingError` if one is missing."""
+    try:
+        row = msgspec.convert(json.loads((folder / METRICS).read_text(encoding="utf-8")), dict[str, Any])
+    except _DAMAGES as error:
+        raise SettingError(f"the pack is damaged: {METRICS} cannot be read: {error}") from error
+    if row.get("step") != step:
+        raise SettingError(f"the pack is damaged: {METRICS} has no numbers of step {step + 1}")
+    for name in COMPARED:
+        if not isinstance(row.get(name), int | float):
+            raise SettingError(f"the pack is damaged: {METRICS} has no number {name}")
+    return {name: row[name] for name in COMPARED}

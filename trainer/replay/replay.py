@@ -20,11 +20,21 @@ from ...comm.errors import SettingError
 from ...comm.recipe import AlgorithmSettings, Recipe
 from ..actor_group import ActorGroup
 from ..policy.model import default_device
-from ..step_log import StepReplay
+from ..step_log import StepReplay, rows_problem
 from ..step_metrics import StepMetrics
 from .comparison import COMPARED, Figures, difference, figure_lines
 from .counterfactual import CounterfactualActor, TalliedMetrics, Tally
-from .pack import Pack, has_moments, load_state, machine, settings_of, weights_digest, write_pack, write_state
+from .pack import (
+    Pack,
+    has_moments,
+    load_state,
+    machine,
+    recorded_numbers,
+    settings_of,
+    weights_digest,
+    write_pack,
+    write_state,
+)
 from .start import Start, choose_start, recorded_steps, wanted_steps
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -84,10 +94,7 @@ def replay_steps(
     `SettingError` if steps cannot be trained again, a variant cannot be computed, or a pack cannot be made.
     """
     run_dir = Path(recipe.run.dir)
-    if recipe.trainer.engine != "builtin":
-        raise SettingError(
-            f"trainer.engine={recipe.trainer.engine}: only steps of the built-in trainer can be replayed"
-        )
+    _check_engine(recipe)
     recorded = recorded_steps(run_dir)
     wanted = wanted_steps(run_dir, recorded, steps)
     end = max(recorded) + 1 if wanted is None else wanted.stop
@@ -121,6 +128,10 @@ def replay_pack(
     On another machine than the pack's, loss and gradient norm may differ by `TOLERANCE`. checkpoint: the folder of the weights that the
     pack does not have. Raises `SettingError`, also for other weights than those of the pack.
     """
+    _check_engine(recipe)
+    recorded = {pack.step: recorded_numbers(folder, pack.step)}
+    if why := rows_problem(folder, pack.step, recipe.roles.actor):
+        raise SettingError(f"the pack is damaged: {why}")
     if not pack.has_weights and pack.step and not checkpoint:
         raise SettingError(
             f"the pack has no weights; name those after step {pack.step} of its run: --checkpoint RUN/checkpoints/step_{pack.step}"
@@ -142,7 +153,14 @@ def replay_pack(
         recipe=recipe, start=start, first=pack.step, end=pack.step + 1, variants=_checked(recipe.algorithm, variants)
     )
     tolerance = TOLERANCE[recipe.model.compute_type] if others else 0.0
-    return _train(replay, recorded_steps(folder), tolerance)[0]
+    return _train(replay, recorded, tolerance)[0]
+
+
+def _check_engine(recipe: Recipe) -> None:
+    if recipe.trainer.engine != "builtin":
+        raise SettingError(
+            f"trainer.engine={recipe.trainer.engine}: only steps of the built-in trainer can be replayed"
+        )
 
 
 def _checked(own: AlgorithmSettings, variants: Sequence[Variant]) -> tuple[Variant, ...]:

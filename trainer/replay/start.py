@@ -43,8 +43,9 @@ def wanted_steps(run_dir: Path, recorded: Mapping[int, Any], given: tuple[int, i
         return None
     first, last = given
     if not 1 <= first <= last <= max(recorded) + 1:
+        words = f"{first}" if first == last else f"{first}-{last}"
         raise SettingError(
-            f"--steps {first}-{last}: the run in {run_dir} has trained steps 1 to {max(recorded) + 1}; write N, or FIRST-LAST"
+            f"--steps {words}: the run in {run_dir} has trained steps 1 to {max(recorded) + 1}; write N, or FIRST-LAST"
         )
     return range(first - 1, last)
 

@@ -1,14 +1,20 @@
 """A pack repeats a step in another folder and another process, names no secret, and a wrong one is refused."""
 
+import errno
 import json
 import os
+import re
 import shutil
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
+import msgspec
 import pytest
 from support.actors import recipe_of
 from support.policies import tiny_policy
@@ -19,7 +25,7 @@ from headrace.comm.recipe import Recipe
 from headrace.launch.report.replay import main
 from headrace.trainer.replay import pack as pack_module
 from headrace.trainer.replay import replay as replay_module
-from headrace.trainer.replay.pack import FORMAT, opened_pack
+from headrace.trainer.replay.pack import FORMAT, opened_pack, settings_of
 from headrace.trainer.replay.replay import NewPack, replay_pack, replay_steps
 
 PATIENCE_S = 240.0
@@ -57,6 +63,10 @@ def packed(run: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def with_model(recipe: Recipe, path: Path | str) -> Recipe:
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, path=str(path)))
+
+
 def replayed(path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     """`headrace replay` of a pack, in another process and another folder."""
     command = [sys.executable, "-m", "headrace", "replay", str(path), *words]
@@ -91,7 +101,7 @@ def test_a_pack_without_weights_repeats_the_step_with_the_checkpoint_alone(run, 
     assert path.stat().st_size < 1e5
     checkpoint = Path(run.run.dir) / "checkpoints" / "step_2"
     with opened_pack(path) as (pack, folder):
-        assert replay_pack(pack.recipe(folder), pack, folder, str(checkpoint)) == 0
+        assert replay_pack(with_model(pack.recipe(folder), run.model.path), pack, folder, str(checkpoint)) == 0
         with pytest.raises(SettingError, match=r"the pack has no weights; .*--checkpoint RUN/checkpoints/step_2"):
             replay_pack(pack.recipe(folder), pack, folder)
     assert "step    3  loss" in capsys.readouterr().out
@@ -105,15 +115,15 @@ def test_the_weights_of_another_run_are_refused_by_their_digest(run, policy_dir,
         opened_pack(path) as (pack, folder),
         pytest.raises(SettingError, match="these are not the weights of the pack"),
     ):
-        replay_pack(pack.recipe(folder), pack, folder, str(tmp_path / "other" / "checkpoints" / "step_2"))
+        recipe = with_model(pack.recipe(folder), policy_dir)
+        replay_pack(recipe, pack, folder, str(tmp_path / "other" / "checkpoints" / "step_2"))
 
 
 def test_a_pack_without_weights_of_the_first_step_needs_the_model_alone(run, policy_dir, tmp_path):
     path = tmp_path / "pack"
     replay_steps(run, (1, 1), new_pack=NewPack(path, "1", has_weights=False))
     with opened_pack(path) as (pack, folder):
-        recipe = pack.recipe(folder)
-        assert recipe.model.path == str(policy_dir)
+        recipe = with_model(pack.recipe(folder), policy_dir)
         assert replay_pack(recipe, pack, folder) == 0
         with pytest.raises(SettingError, match="--checkpoint: step 1 begins with model.path"):
             replay_pack(recipe, pack, folder, "somewhere")
@@ -155,6 +165,26 @@ def test_a_pack_has_no_address_no_environment_no_folder_and_no_notes_of_rewards(
     assert b"rollout_logprobs" in content and b"importance_sampling_cap" in content
 
 
+def test_a_pack_without_weights_has_the_name_of_a_folder_but_not_its_place():
+    recipe = recipe_of(
+        Path("/home/sender/policy"), lora__path="/home/sender/adapter", lora__rank=2, run__dir="/home/sender/run"
+    )
+    settings = settings_of(recipe, has_weights=False)
+    assert settings["model"]["path"] == "policy" and settings["lora"]["path"] == "adapter"
+    assert "sender" not in repr(settings)
+    for path in ("org/model", "../policy"):
+        assert settings_of(with_model(recipe, path), has_weights=False)["model"]["path"] == path
+
+
+@pytest.mark.parametrize("function", ["sub/own.py:f", "/home/sender/own.py:f"])
+@pytest.mark.parametrize("name", ["loss", "advantage"])
+def test_of_an_own_function_a_pack_has_the_name_of_its_file(function: str, name: str):
+    settings = settings_of(recipe_of(Path("org/model"), **{f"algorithm__{name}": function}), has_weights=True)
+    assert settings["algorithm"][name] == "own.py:f"
+    module = recipe_of(Path("org/model"), **{f"algorithm__{name}": "package.module:f"})
+    assert settings_of(module, has_weights=True)["algorithm"][name] == "package.module:f"
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
 def test_a_pack_that_is_cut_short_is_refused(packed: Path, tmp_path: Path, share: float):
     content = packed.read_bytes()
@@ -169,6 +199,35 @@ def test_a_damaged_byte_is_found(packed: Path, tmp_path: Path):
     (damaged := tmp_path / "pack").write_bytes(content)
     with pytest.raises(SettingError, match="is not a whole pack .*Bad CRC-32"), opened_pack(damaged):
         pass
+
+
+def test_a_damaged_directory_is_found(packed: Path, tmp_path: Path):
+    """Its place becomes one before the file, where no file can be read."""
+    content = bytearray(packed.read_bytes())
+    content[content.rfind(b"PK\5\6") + 19] ^= 0xFF
+    (damaged := tmp_path / "pack").write_bytes(content)
+    with pytest.raises(SettingError, match="is not a whole pack .*cut short or damaged"), opened_pack(damaged):
+        pass
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EINVAL, "Invalid"), struct.error("unpack requires 30 bytes")])
+def test_what_reading_an_archive_raises_is_a_damage(packed: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    monkeypatch.setattr(ZipFile, "read", failing_with(error))
+    with pytest.raises(SettingError, match="is not a whole pack .*cut short or damaged"), opened_pack(packed):
+        pass
+
+
+def test_a_full_disk_is_no_damage_of_the_pack(packed: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ZipFile, "extractall", failing_with(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"), opened_pack(packed):
+        pass
+
+
+def failing_with(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 def with_head(packed: Path, path: Path, **changes: object) -> Path:
@@ -198,6 +257,76 @@ def test_packs_of_other_versions_are_refused_by_name(packed: Path, tmp_path: Pat
         pass
 
 
+@pytest.mark.parametrize(
+    ("section", "values", "named"),
+    [
+        ("trainer", {"engine": "own.py:Trainer"}, "trainer.engine"),
+        ("reward", {"path": "own.py:reward"}, "reward.path"),
+        ("model", {"path": "org/model"}, "model.path"),  # the weights are in the pack
+        ("lab", {}, "lab"),
+    ],
+)
+def test_settings_that_no_pack_has_are_refused(packed: Path, tmp_path: Path, section: str, values: Any, named: str):
+    with ZipFile(packed) as archive:
+        settings = json.loads(archive.read("pack.json"))["settings"]
+    settings[section] = settings.get(section, {}) | values
+    other = with_head(packed, tmp_path / "other", settings=settings)
+    with (
+        pytest.raises(SettingError, match=rf"with other settings than packs of this version: {re.escape(named)}$"),
+        opened_pack(other),
+    ):
+        pass
+
+
+def test_a_pack_is_replayed_by_the_built_in_trainer_alone(packed: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(packed), "trainer.engine=emulated"]) == 2
+    assert "trainer.engine=emulated: only steps of the built-in trainer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "why"),
+    [(1, "roles.actor=2: step 4 was trained by 1 actor ranks"), (2, "rows/step_3.1.safetensors is missing")],
+)
+def test_more_ranks_than_a_pack_has_rows_of_are_refused_before_they_start(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, why: str
+):
+    monkeypatch.setattr(replay_module, "_train", failing_with(AssertionError("the ranks started")))
+    with ZipFile(packed) as archive:
+        settings = json.loads(archive.read("pack.json"))["settings"] | {"roles": {"actor": 2}}
+    with opened_pack(with_head(packed, tmp_path / "other", settings=settings)) as (pack, folder):
+        rows = folder / "rows" / "step_3.safetensors"
+        said = rows.read_bytes()
+        assert said.count(b'num_ranks\\":1') == 1
+        rows.write_bytes(said.replace(b'num_ranks\\":1', b'num_ranks\\":%d' % num_ranks))
+        with pytest.raises(SettingError, match=f"the pack is damaged: {why}"):
+            replay_pack(pack.recipe(folder), pack, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda _: "", "metrics.jsonl cannot be read"),
+        (lambda row: row.replace("{", "", 1), "metrics.jsonl cannot be read"),
+        (lambda _: "[]", "metrics.jsonl cannot be read"),
+        (lambda row: row.replace('"step"', '"stop"'), "metrics.jsonl has no numbers of step 4"),
+        (lambda row: row.replace('"step": 3', '"step": 2'), "metrics.jsonl has no numbers of step 4"),
+        (lambda row: row.replace("is/mean", "is/mode"), "metrics.jsonl has no number is/mean"),
+        (lambda row: row.replace('"actor/grad_norm": ', '"actor/grad_norm": "1", "x": '), "no number actor/grad_norm"),
+    ],
+)
+def test_a_pack_without_its_numbers_is_refused(packed: Path, change: Callable[[str], str], why: str):
+    with opened_pack(packed) as (pack, folder):
+        metrics = folder / "metrics.jsonl"
+        before = metrics.read_text()
+        metrics.write_text(change(before))
+        assert metrics.read_text() != before
+        with pytest.raises(SettingError, match=f"the pack is damaged: .*{why}"):
+            replay_pack(pack.recipe(folder), pack, folder)
+        metrics.unlink()
+        with pytest.raises(SettingError, match=r"the pack is damaged: metrics\.jsonl cannot be read"):
+            replay_pack(pack.recipe(folder), pack, folder)
+
+
 @pytest.mark.parametrize("name", ["../outside", "model/../../outside", "/outside", "run.py", "model/x/y"])
 def test_files_that_no_pack_has_are_not_unpacked(packed: Path, tmp_path: Path, name: str):
     shutil.copy(packed, path := tmp_path / "pack")
@@ -208,12 +337,38 @@ def test_files_that_no_pack_has_are_not_unpacked(packed: Path, tmp_path: Path, n
     assert [each.name for each in tmp_path.iterdir()] == ["pack"]
 
 
-def test_a_compressed_archive_is_refused(packed: Path, tmp_path: Path):
+def test_a_compressed_archive_is_refused_before_it_is_read(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A small one could unpack to any size."""
     with ZipFile(packed) as old, ZipFile(path := tmp_path / "pack", "w", ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    with pytest.raises(SettingError, match="is not a pack"), opened_pack(path):
+    monkeypatch.setattr(ZipFile, "open", failing_with(AssertionError("a file of the archive was opened")))
+    with pytest.raises(SettingError, match=r"is not a pack.*: \S+ is compressed"), opened_pack(path):
+        pass
+
+
+def test_a_head_of_more_than_a_mebibyte_is_refused(packed: Path, tmp_path: Path):
+    large = with_head(packed, tmp_path / "large", version="1" * (1 << 20))
+    with (
+        pytest.raises(SettingError, match=r"pack\.json has 1,0.* bytes, and 1,048,576 are allowed"),
+        opened_pack(large),
+    ):
+        pass
+
+
+def test_files_that_share_their_bytes_are_refused(packed: Path, tmp_path: Path):
+    """Each has a sum that fits and a name of a pack; together they are larger than the pack."""
+    with ZipFile(packed) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    shutil.copy(packed, path := tmp_path / "pack")
+    with ZipFile(path, "a") as archive:
+        archive.writestr("model/last", b"x")  # the directory is written again
+        for number in range(packed.stat().st_size // largest.file_size + 1):
+            archive.filelist.append(entry := copy(largest))
+            entry.filename = f"model/{number}"
+    with pytest.raises(SettingError, match="is not a pack.*: its files have .* bytes, and it has"), opened_pack(path):
         pass
 
 
@@ -247,6 +402,7 @@ def test_a_pack_names_the_user_s_function_and_the_receiver_gives_its_file(policy
     (tmp_path / "own.py").rename(tmp_path / "moved.py")
     capsys.readouterr()
     assert main([str(path)]) == 2
-    assert "own.py:loss, which is not in the pack; name the file on this machine" in capsys.readouterr().err
+    assert "with own.py:loss, which is not in the pack; name the file on this machine" in capsys.readouterr().err
+    assert str(tmp_path).encode() not in path.read_bytes(), "the sender's folders stay with the sender"
     assert main([str(path), f"algorithm.loss={tmp_path}/moved.py:loss"]) == 0
     assert "0 of them differ" in capsys.readouterr().out
