@@ -80,7 +80,7 @@ def test_the_wheel_holds_the_whole_package_as_real_files(archives: Path):
 def test_a_wheel_of_the_sdist_is_that_of_the_checkout(archives: Path, tmp_path: Path):
     with tarfile.open(archives / f"{SDIST}.tar.gz") as sdist:
         assert not [member.name for member in sdist if member.issym() or member.islnk()]
-        sdist.extractall(tmp_path, filter="data")
+        sdist.extractall(tmp_path)  # our own: the filters of Python 3.11.4 and later are not needed
     build(tmp_path / SDIST, tmp_path / "built", "-t", "wheel")
     with zipfile.ZipFile(archives / WHEEL) as ours, zipfile.ZipFile(tmp_path / "built" / WHEEL) as again:
         assert sorted((info.filename, info.CRC) for info in ours.infolist()) == sorted(

@@ -1,6 +1,7 @@
 """A checkpoint holds everything that training needs to continue bit for bit."""
 
 import errno
+import io
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 from support.policies import tiny_policy
 from support.small_disk import fill, small_disk
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import SettingError
@@ -23,6 +25,7 @@ from headrace.comm.recipe import CheckpointSettings, LoraSettings, ModelSettings
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import CheckpointWriter, load_state, save_state, staged
+from headrace.trainer.checkpoint_reader import _MetadataUnpickler
 from headrace.trainer.export import save_policy
 from headrace.trainer.learners.builtin import Actor
 from headrace.trainer.policy.model import load_tokenizer
@@ -393,3 +396,22 @@ def test_the_learning_rate_warms_up_and_stays(policy_dir: Path):
         rates.append(actor.lr())
         train(actor, 1)
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+
+
+class _Attribute:
+    """Pickled as a call of `getattr`, the form in which Python 3.11.0 to 3.11.3 write a member of an enum."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.call = (owner, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.call
+
+
+def test_members_of_enums_are_read_in_the_form_of_each_python_and_nothing_else_of_that_form():
+    name = "TORCH_CONTIGUOUS_FORMAT"
+    member = pickle.dumps(_Attribute(_MEM_FORMAT_ENCODING, name))
+    assert _MetadataUnpickler(io.BytesIO(member)).load() is _MEM_FORMAT_ENCODING[name]
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__reduce_ex__"), (torch.Size, "numel")):
+        with pytest.raises(ValueError, match="getattr for more than a member of an enum"):
+            _MetadataUnpickler(io.BytesIO(pickle.dumps(_Attribute(owner, name)))).load()

@@ -49,7 +49,7 @@ def test_every_schedule_trains_each_row_once_at_its_staleness(tmp_path: Path, sc
 
 
 def test_weights_that_are_too_far_behind_are_replaced_under_running_trajectories(tmp_path: Path):
-    words = {"lab__p99_over_median": 30, "lab__update_s": 2, "repack__enabled": "false"}
+    words = {"lab__p99_over_median": 30, "lab__update_s": 2, "repack__period_s": 0}
     longest: dict[str, int] = {}
     for max_age in ("null", "2"):
         run = run_of(tmp_path / max_age, roles__rollout=4, run__steps=16, rollout__max_age=max_age, **words)

@@ -169,8 +169,11 @@ def test_every_update_of_a_version_keeps_to_the_policy_of_its_start(policy_dir):
             logprobs = logprobs_by_hand(model, columns)
             proximal = logprobs_by_hand(start, columns).detach()
             weight = (proximal - tensor(columns["rollout_logprobs"])).exp().clamp(max=2)
+            shift = proximal.exp() - tensor(columns["rollout_logprobs"]).exp()
+            weight = weight * (shift <= 0.1 if advantage > 0 else shift >= -0.1)
             ratio = (logprobs - proximal).exp()
-            losses.append(-weight * torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage))
+            pull = 0.01 * (logprobs - tensor(columns["rollout_logprobs"])).square() * (advantage != 0)
+            losses.append(pull - weight * torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage))
         return torch.cat(losses).mean()
 
     for step in range(2):
