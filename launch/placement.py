@@ -169,7 +169,7 @@ def check_replicas(roles: RoleSettings, tp: int) -> None:
 def staging_gpu(link: str, placements: Sequence[Placement], host: int, gpus: Sequence[str]) -> str:
     """The GPU of a host's relays with comm.link=nccl: the first that no actor or rollout uses, since NCCL refuses both ends of a link on one.
 
-    Empty for another link or a host without relays. Raises `SettingError` if there is no such GPU.
+    Empty for another link or a host without relays. Raises `SettingError` if the actors and rollouts use every GPU.
     """
     here = [place for place in placements if place.host == host]
     if link != "nccl" or all(place.role != "relay" for place in here):

@@ -173,7 +173,7 @@ def _verdict(whole: Mismatch, recipe: Recipe) -> Verdict:
 
 
 def _cure(recipe: Recipe, config: dict[str, Any]) -> str:
-    """What to do about engines that are too far apart."""
+    """The advice for engines that are too far apart."""
     if recipe.rollout.engine != "builtin":
         return (
             f"rollout.engine={recipe.rollout.engine} computes another policy than the trainer; see docs/use/numerics.md"

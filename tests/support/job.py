@@ -72,7 +72,7 @@ class Job:
         return self._begin(["-m", "headrace.launch.report.replay", str(self.dir), *words]).end()
 
     def replayed(self, *words: str) -> str:
-        """What a replay prints that finds all numbers equal."""
+        """The output of a replay, which must find all numbers equal."""
         code, output = self.replay(*words)
         assert code == 0, output
         return output

@@ -11,8 +11,8 @@ def turn_tokens(tokenizer: Any, stop_ids: Collection[int]) -> frozenset[int]:
     """The added tokens that the tokenizer's chat template puts into every prompt, such as `<|im_start|>` and `<|im_end|>`.
 
     stop_ids: the tokens with which the policy ends a response. If the template ends an answer with none of them, the policy is a base
-    model, whose tokenizer may come with a template that it does not know: then there are none. Nor are there any without a template, or
-    where it marks turns with text alone. Tokens that every text gets do not count.
+    model, whose tokenizer may come with a template that it does not know: then the result is empty. It is empty too without a template, or
+    where the template marks turns with text alone. Tokens that every text gets do not count.
     """
     if not getattr(tokenizer, "chat_template", None):
         return frozenset()

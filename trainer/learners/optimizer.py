@@ -50,7 +50,7 @@ class Updater:
         return Update(norm, is_applied)
 
     def take(self) -> list[Tensor | None]:
-        """The accumulated gradients by parameter, None where there is none. None are left."""
+        """The accumulated gradients by parameter, and None for one without a gradient. The parameters have none afterwards."""
         found = [parameter.grad for parameter in self._parameters]
         self.discard()
         return found

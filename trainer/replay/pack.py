@@ -85,11 +85,11 @@ _WEIGHTS_ELSEWHERE = (("model", "path"), ("lora", "path"))
 _DAMAGES = (
     BadZipFile, KeyError, EOFError, OSError, OverflowError, RuntimeError, ValueError, TypeError, struct.error, msgspec.MsgspecError,
 )  # fmt: skip
-"""What reading an archive raises if it is another file, was cut short or is damaged."""
+"""The errors of reading an archive if it is another file, was cut short or is damaged."""
 
 
 class Pack(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pack says about itself; `step` counts from 0."""
+    """The head of a pack; `step` counts from 0."""
 
     format: int = FORMAT
     version: str
@@ -141,7 +141,7 @@ def settings_of(recipe: Recipe, *, has_weights: bool) -> dict[str, dict[str, Any
 
 
 def machine() -> dict[str, str]:
-    """What the last bits of a sum depend on."""
+    """The properties of a machine on which the last bits of a sum depend."""
     found = {"torch": str(torch.__version__), "device": "cpu"}
     if torch.cuda.is_available():
         return found | {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}

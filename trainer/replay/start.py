@@ -53,7 +53,7 @@ def wanted_steps(run_dir: Path, recorded: Mapping[int, Any], given: tuple[int, i
 def choose_start(run_dir: Path, num_ranks: int, end: int, wanted: range | None) -> Start:
     """The latest start from which the `wanted` steps are reached; without them the earliest from which all steps before `end` are.
 
-    Every byte of a checkpoint's state is read before it is chosen. Raises `SettingError`, with the reason, if there is none.
+    Every byte of a checkpoint's state is read before it is chosen. Raises `SettingError`, with the reason, if no start reaches them.
     """
     stop = end if wanted is None else wanted.stop
     problems = {step: why for step in range(stop) if (why := rows_problem(run_dir, step, num_ranks))}
