@@ -1,6 +1,6 @@
 """Learning from rows of a fixed age, in one process: the trainer and the generator of the project, without the processes between.
 
-    python -m bench.fixed_age OUT --tasks sort-digits,stories --variants default,dppo --ages 0,1,3,8,mixed --seeds 0,1 --steps 300
+    PYTHONPATH=tests python -m bench.fixed_age OUT --tasks sort-digits,stories --variants default,dppo --ages 0,1,3,8,mixed --seeds 0,1 --steps 300
 
 A cell is one run: a task, a variant of the loss, an age, a seed. Each step trains rows that the policy of `age` steps before drew
 (in the first steps, that of the start). With the age `mixed` the weights change while a response is drawn: its first tokens are
