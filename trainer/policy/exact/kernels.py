@@ -47,7 +47,9 @@ class KernelOperators:
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         shape = (len(hidden), len(weight))
         out = hidden.new_empty(shape, dtype=torch.float32) if out is None else out[: len(hidden)]
-        return exact_linear(hidden.to(dtype), weight.to(dtype), None, out)  # without a copy on a GPU, which has them in it
+        return exact_linear(
+            hidden.to(dtype), weight.to(dtype), None, out
+        )  # without a copy on a GPU, which has them in it
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return exact_log_softmax(logits)
