@@ -112,10 +112,7 @@ class CollapseWatch:
     @property
     def _most_kl(self) -> float:
         """The largest healthy divergence of old tokens under the settings."""
-        algorithm = self._recipe.algorithm
-        if algorithm.proximal == "rollout":
-            return MOST_KL if algorithm.loss == "reinforce" else MOST_KL_IN_TRUST_REGION
-        return MOST_KL_IN_TRUST_REGION if algorithm.importance_sampling == "token_dppo" else MOST_KL
+        return MOST_KL_IN_TRUST_REGION if _has_trust_region(self._recipe.algorithm) else MOST_KL
 
     def _smoothed(self, name: str) -> float:
         """The median of the last steps; 0 while there are few of them."""
@@ -159,17 +156,20 @@ class CollapseWatch:
         )
 
 
+def _has_trust_region(algorithm: AlgorithmSettings) -> bool:
+    """Whether an old token stops pushing once the policy has moved far enough."""
+    if algorithm.proximal == "rollout":
+        return algorithm.loss != "reinforce"
+    return algorithm.importance_sampling == "token_dppo"
+
+
 def _correction(algorithm: AlgorithmSettings) -> str:
     """The correction for stale tokens that the settings lack, in words that the bound on their age follows."""
-    if algorithm.proximal == "rollout":
-        if algorithm.loss == "reinforce":
-            return "algorithm.loss=reinforce does not correct for it with algorithm.proximal=rollout; set algorithm.loss=clip, or "
-        return "set "
-    if algorithm.importance_sampling_cap > LOOSE_CAP:
+    if algorithm.proximal == "rollout" and algorithm.loss == "reinforce":
+        return "algorithm.loss=reinforce does not correct for it with algorithm.proximal=rollout; set algorithm.loss=clip, or "
+    if algorithm.proximal == "version" and algorithm.importance_sampling_cap > LOOSE_CAP:
         return f"algorithm.importance_sampling_cap={algorithm.importance_sampling_cap:g} bounds no weight; set it to 2, or "
-    if algorithm.importance_sampling != "token_dppo":
-        return "set algorithm.importance_sampling=token_dppo, or "
-    return "set "
+    return "set " if _has_trust_region(algorithm) else "set algorithm.importance_sampling=token_dppo, or "
 
 
 def _on_mismatch(metrics: Metrics, kl: float) -> str:

@@ -40,14 +40,13 @@ class Correction(NamedTuple):
 
 def correct(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> Correction:
     """The correction of a micro-batch: logprobs [R] of the policy in training."""
-    behaviour = batch.rollout_logprobs
     match settings.proximal:
         case "version":
-            old = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+            proximal = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
         case "rollout":
-            old = behaviour
-    weight, is_limited = importance_weights(old, batch, settings)
-    return Correction(old, weight, is_limited)
+            proximal = batch.rollout_logprobs
+    weight, is_limited = importance_weights(proximal, batch, settings)
+    return Correction(proximal, weight, is_limited)
 
 
 def importance_weights(logprobs: Tensor, batch: PackedBatch, settings: AlgorithmSettings) -> tuple[Tensor, Tensor]:

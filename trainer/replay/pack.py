@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import msgspec
@@ -97,7 +97,7 @@ class Pack(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     machine: dict[str, str]
     settings: dict[str, dict[str, Any]]
-    weights: str
+    weights: Annotated[str, msgspec.Meta(min_length=1)]
     """Their digest, by `weights_digest`."""
     has_weights: bool
 
