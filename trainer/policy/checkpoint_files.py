@@ -55,6 +55,10 @@ def weight_files(folder: Path) -> list[Path]:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise SettingError(f"model.path: {index} is not an index of weights ({error!r})") from error
+        if not all(
+            isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name for name in names
+        ):
+            raise SettingError(f"model.path: {index} names a file that is no safetensors file of its folder")
         files = [folder / name for name in sorted(names)]
     else:
         files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))

@@ -31,7 +31,13 @@ def recorded_steps(run_dir: Path) -> Mapping[int, Mapping[str, Any]]:
         raise SettingError(f"{run_dir} is not the folder of a run: it has no {METRICS}")
     # Of a run under way the last line may be in the writing.
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    found = {row["step"]: row for row in map(json.loads, lines)}
+    found: dict[int, Mapping[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            found[int(row["step"])] = row
+        except (ValueError, TypeError, KeyError) as error:
+            raise SettingError(f"line {number} of {path} is not the metrics of a step: {error!r}") from error
     if not found:
         raise SettingError(f"the run in {run_dir} has trained no step yet")
     return found

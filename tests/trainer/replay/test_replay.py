@@ -162,6 +162,16 @@ def test_steps_that_cannot_be_reached_are_refused_with_what_is_missing(policy_di
             replay_steps(recipe, steps)
 
 
+@pytest.mark.parametrize("line", ['{"step": 3, "time_s"', "[1]", '{"time_s": 1.5}'])
+def test_a_broken_line_of_the_metrics_is_named(policy_dir, tmp_path, line):
+    recipe = run_of(policy_dir, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([*lines[:3], line, *lines[4:]]) + "\n")
+    with pytest.raises(SettingError, match=r"line 4 of .*metrics\.jsonl is not the metrics of a step"):
+        replay_steps(recipe, None)
+
+
 def test_the_steps_are_those_of_the_run_whatever_the_variants_are(policy_dir, tmp_path, capsys):
     """Their gradients are not applied. The steps before those asked for have no figures."""
     recipe = run_of(policy_dir, tmp_path / "run")
