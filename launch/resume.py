@@ -14,15 +14,18 @@ from typing import NamedTuple
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RunSettings
 from ..relay.checkpoints import CheckpointFolder
+from ..relay.journal.cutting import KnownSteps, cut_after, steps_in
 from ..relay.journal.evaluations import EVALUATIONS_FILE
-from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after, steps_in
+from ..relay.journal.files import JournalError
+from ..relay.journal.journal import Journal
 from .config.device_defaults import changed_type
 from .config.load import read_recipe
-from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, METRICS_FILE, SUMMARY_FILE, read_summary
+from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, JOURNAL_FOLDER, METRICS_FILE, SUMMARY_FILE, read_summary
 
 ROWS = "rows"
 _OF_ONE_RUN = (
     JOURNAL_FILE,
+    JOURNAL_FOLDER,
     METRICS_FILE,
     EVALUATIONS_FILE,
     ROWS,

@@ -32,7 +32,7 @@ from ...comm.messages import (
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..journal import events as ev
-from ..journal.journal import account_dict
+from ..journal.hub_state import account_dict
 from ..journal.opening import check_journal_is_there, open_journal
 from ..journal.records import RowStatus
 from ..queue.admission import Admission
@@ -60,10 +60,7 @@ def run(
     hub = open_hub(fleet, recipe, clock or REAL_TIME)
     on_open(hub)
     loop = HubLoop(hub, fleet)
-    if hub.state.hub_restarts:
-        loop.recover()
-    elif hub.state.checkpointed >= 0:
-        hub.saved_queue.restore()
+    loop.recover()
     while (end := loop.step()) is None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
@@ -153,7 +150,7 @@ class HubLoop:
         return StatusReport(state.step, state.version, members, account_dict(state), self.hub.context.alarm)
 
     def recover(self) -> None:
-        """Catch up with the deaths of processes and storage units since the previous hub stopped.
+        """Catch up with the deaths of processes and storage units since the previous hub stopped; a new run has none.
 
         The previous hub may have died before it sent its last decisions: grants are repeated, and the rows that units hold without
         need are dropped.

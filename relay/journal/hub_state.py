@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
@@ -24,10 +24,9 @@ class HubState:
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
-    epoch: int = 0
-    run_id: str = ""
+    opened: ev.Opened = ev.Opened(epoch=0, samples_per_prompt=0)
+    """The start of the run under way; epoch 0 before the first one."""
     hub_restarts: int = 0
-    samples_per_prompt: int = 0
     cursor: int = 0
     step: int = 0
     version: int = -1
@@ -69,6 +68,15 @@ class HubState:
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
 
     @property
+    def epoch(self) -> int:
+        """The number of starts of the run."""
+        return self.opened.epoch
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.opened.samples_per_prompt
+
+    @property
     def in_flight(self) -> int:
         """Trajectories that were leased and have not met an end yet."""
         return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
@@ -98,6 +106,14 @@ class HubState:
         row.status = RowStatus.LEASED
         row.holder = holder
         self.held.setdefault(holder, {})[row_id] = row
+
+    def make_indexes(self) -> None:
+        """Make the indexes of a state that has none: which rows each rollout has, and what can be trained."""
+        for group in (*self.groups.values(), *self.evaluations.groups.values()):
+            for sample in group.samples(RowStatus.LEASED):
+                row = group.rows[sample]
+                self.lease(group.row_id(sample), row, row.holder)
+            self.queue.update(group)
 
     def end_lease(self, row_id: RowId, row: Row) -> None:
         """No rollout has a row any more; its new status is the caller's."""
@@ -131,3 +147,8 @@ class HubState:
         gone = list(rows)
         for record in self.tasks.values():
             record.assigned.difference_update(gone)
+
+
+def account_dict(state: HubState) -> dict[str, int | bool]:
+    """The accounting identity of a state, for print and file."""
+    return {**asdict(state.account), "in_flight": state.in_flight, "holds": state.is_balanced}

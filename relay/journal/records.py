@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from ...comm.messages.base import GroupId, RowId
-
-if TYPE_CHECKING:
-    from .events import Evaluated, EvaluationBegun
+from .events import Evaluated, EvaluationBegun
 
 
 class RowStatus(enum.Enum):
@@ -82,16 +81,15 @@ class Losses:
         return Losses(began=now, step_s=self.step_s + 0.3 * (took_s - self.step_s) if self.step_s else took_s)
 
 
-@dataclass(slots=True)
-class Row:
+class Row(msgspec.Struct, array_like=True):
     """One trajectory; `version` is the one that generates or generated it, `columns` are those that tasks have added."""
 
     status: RowStatus = RowStatus.WANTED
     attempt: int = 0
     version: int = 0
     holder: str = ""
-    storage_ids: list[str] = field(default_factory=list)
-    columns: set[str] = field(default_factory=set)
+    storage_ids: list[str] = msgspec.field(default_factory=list[str])
+    columns: set[str] = msgspec.field(default_factory=set[str])
     num_tokens: int = 0
     reward: float = 0.0
     num_versions: int = 1
@@ -214,9 +212,9 @@ class EvaluationLog:
     After every event, in samples: asked = evaluated + failed + open.
     """
 
-    begun: "EvaluationBegun | None" = None
+    begun: EvaluationBegun | None = None
     groups: dict[GroupId, Group] = field(default_factory=dict)
-    scores: "dict[RowId, Evaluated]" = field(default_factory=dict)
+    scores: dict[RowId, Evaluated] = field(default_factory=dict)
     num_begun: int = 0
     num_leased: int = 0
     """Samples that are being generated."""

@@ -35,9 +35,7 @@ def _change(event: ev.Event, state: HubState) -> None:
 @_change.register
 def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
-    state.epoch = event.epoch
-    state.samples_per_prompt = event.samples_per_prompt
-    state.run_id = event.run_id
+    state.opened = event
     state.hub_restarts = 0
     state.num_restored = 0
     state.checkpoint_after = -1

@@ -33,7 +33,8 @@ from headrace.comm.waits import waiting
 from headrace.launch.config.load import read_recipe
 from headrace.relay.hub.loop import run
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, replay
+from headrace.relay.journal.journal import Journal
+from headrace.relay.journal.replay import replay
 
 from .harness import BenchProcess, Measurement, Options, command
 

@@ -10,7 +10,7 @@ from support.rollout_play import SAMPLES, STREAM_TOKENS, ManualRollout, Play
 from headrace.comm.messages import RowId
 from headrace.comm.messages.base import is_partial
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.files import read_events
 from headrace.rollout.leased_row import LeasedRow
 
 Stage = Callable[..., Play]

@@ -11,8 +11,8 @@ from headrace.comm.messages import RowId
 from headrace.comm.recipe import Recipe
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.events import decode_event
-from headrace.relay.journal.journal import replay
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import replay
 from headrace.relay.journal.state import HubState, apply
 from headrace.relay.queue.schedules import schedule_of
 

@@ -25,8 +25,8 @@ from headrace.comm.messages import (
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import last_opened
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import recover
 
 FIRST = 1 << 32
 """The number before the first request of a process's first incarnation."""
@@ -161,10 +161,9 @@ def test_at_the_end_the_next_process_of_a_dead_rollout_does_not_answer_for_its_r
 
 
 def test_the_run_that_opened_a_journal_is_found_again(scene: Restart):
-    assert last_opened(scene.path.with_name("none")) is None
     scene.hub.context.commit(ev.Opened(epoch=2, samples_per_prompt=2, run_id="a run"))
     scene.lease(request=FIRST + 1)
     with scene.path.open("ab") as file:
         file.write(b'{"event":"Opened","epoch":3,"run_id":"torn')
-    opened = last_opened(scene.path)
-    assert opened is not None and (opened.epoch, opened.run_id) == (2, "a run")
+    opened = recover(scene.path).opened
+    assert (opened.epoch, opened.run_id) == (2, "a run")

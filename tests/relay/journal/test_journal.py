@@ -16,15 +16,11 @@ from headrace.comm.disk import DiskReserve
 from headrace.comm.errors import DiskFull
 from headrace.comm.messages import GroupId
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import (
-    Journal,
-    JournalError,
-    account_dict,
-    cut_after,
-    read_events,
-    replay,
-    steps_in,
-)
+from headrace.relay.journal.cutting import cut_after, steps_in
+from headrace.relay.journal.files import JournalError, read_events
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.journal import Journal
+from headrace.relay.journal.replay import replay
 from headrace.relay.journal.state import HubState, apply
 
 SAMPLES = 2
@@ -104,12 +100,12 @@ def test_damage_after_a_checkpoint_does_not_hide_it(recorder: Recorder):
     """A power cut may leave zeros where the last lines were."""
     recorder.train_step()
     recorder.commit(ev.Checkpointed(step=1, path="step_1"))
-    expected = recorder.path.read_bytes().count(b"\n") - 1
+    expected = recorder.path.read_bytes().index(b'{"event":"Checkpointed"')
     with recorder.path.open("ab") as file:
         file.write(bytes(100) + b"\n" + b'{"event":"Trained","step":1}\n')
     recorder.journal.close()
     known, rest = steps_in(recorder.path), recorder.path.with_name("rest")
-    assert (known.lines, known.checkpoints, known.num_trained) == ({1: expected}, {1}, 1)
+    assert (known.places, known.checkpoints, known.num_trained) == ({1: expected}, {1}, 1)
     with pytest.raises(JournalError, match="has no step 2"):
         cut_after(recorder.path, 2, 1, rest)
     cut_after(recorder.path, 1, 1, rest)
@@ -163,7 +159,8 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from headrace.relay.journal.events import Opened
-from headrace.relay.journal.journal import Journal, JournalError
+from headrace.relay.journal.files import JournalError
+from headrace.relay.journal.journal import Journal
 
 journal, epoch = Journal(Path(sys.argv[1])), 0
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
