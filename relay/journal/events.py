@@ -14,7 +14,7 @@ from ...comm.messages.base import GroupId, RowId
 from ...comm.messages.queue import RowRef
 
 
-class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event", omit_defaults=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event", omit_defaults=True, kw_only=True, gc=False):
     """Base of all events; `event` in the journal is the class name."""
 
     t: float = 0.0

@@ -79,7 +79,8 @@ class HubState:
     @property
     def in_flight(self) -> int:
         """Trajectories that were leased and have not met an end yet."""
-        return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
+        failed = RowStatus.FAILED
+        return sum(row.status is not failed for group in self.groups.values() for row in group.rows)
 
     @property
     def is_balanced(self) -> bool:
@@ -101,18 +102,20 @@ class HubState:
         """The rows of the queue and of training with one of these statuses, and their names."""
         return [(group.row_id(s), group.rows[s]) for group in self.groups.values() for s in group.samples(*statuses)]
 
-    def lease(self, row_id: RowId, row: Row, holder: str) -> None:
-        """A rollout has a row from now on."""
-        row.status = RowStatus.LEASED
-        row.holder = holder
-        self.held.setdefault(holder, {})[row_id] = row
+    def lease(self, rows: Mapping[RowId, Row], holder: str) -> None:
+        """A rollout has these rows from now on."""
+        for row in rows.values():
+            row.status = RowStatus.LEASED
+            row.holder = holder
+        if rows:
+            self.held.setdefault(holder, {}).update(rows)
 
     def make_indexes(self) -> None:
         """Make the indexes of a state that has none: which rows each rollout has, and what can be trained."""
         for group in (*self.groups.values(), *self.evaluations.groups.values()):
             for sample in group.samples(RowStatus.LEASED):
                 row = group.rows[sample]
-                self.lease(group.row_id(sample), row, row.holder)
+                self.lease({group.row_id(sample): row}, row.holder)
             self.queue.update(group)
 
     def end_lease(self, row_id: RowId, row: Row) -> None:

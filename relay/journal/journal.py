@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Append-only file of events. `append` returns after the operating system has the line, and a checkpoint's the disk.
+    """Append-only file of events. `append` returns after the operating system has the line, `keep` after the disk has all of them.
 
     A last line without an end, whose writer died, is cut off when the journal is opened again: a line appended to it could
     not be read.
@@ -62,18 +62,16 @@ class Journal:
         except OSError as error:
             raise JournalError(f"{self.path} cannot be written: {error}; {REMEDY}, or set another run.dir") from error
         self._place += len(line)
-        if isinstance(event, Checkpointed):
-            # A run may resume from it now, so it survives a power cut, with all before it.
-            os.fsync(self._file.descriptor)
 
     def needs_snapshot(self, event: Event) -> bool:
         """Whether a snapshot is due after this event, the last one: with each checkpoint, and before the next hub would fold much."""
         return isinstance(event, Checkpointed) or self._place - self._snapshot_place >= self.tail_bytes
 
     def keep(self, state: HubState) -> None:
-        """Write a snapshot, of the state after the last event. If the file is long, another one continues it first.
+        """Sync all lines, and write a snapshot of the state after the last one. If the file is long, another one continues it first.
 
-        On a full disk there is none, and the next hub folds more events.
+        So a checkpoint from which a run may resume survives a power cut, with all before it. On a full disk there is no snapshot,
+        and the next hub folds more events.
         """
         os.fsync(self._file.descriptor)
         try:

@@ -10,12 +10,13 @@ import msgspec
 from .events import Event, Trained, decode_events
 from .files import JournalError, line_name, read_blocks, read_events
 from .hub_state import HubState, account_dict
-from .snapshots import snapshots_of
+from .snapshots import no_collections, snapshots_of
 from .state import apply
 
 _log = logging.getLogger(__name__)
 
 
+@no_collections()
 def replay(journal: Path, note: Callable[[Event], None] | None = None) -> HubState:
     """The state after all events of a journal; `note` is called with each event. Raises `JournalError` at an illegal line.
 
@@ -33,6 +34,7 @@ def replay(journal: Path, note: Callable[[Event], None] | None = None) -> HubSta
     return state
 
 
+@no_collections()
 def recover(journal: Path) -> HubState:
     """The same state, from the newest snapshot that counts and the events after it."""
     for place, state in chain(snapshots_of(journal), [(0, HubState())]):
@@ -58,7 +60,7 @@ def _fold(
                 apply(event, state)
                 if note is not None:
                     note(event)
-                if isinstance(event, Trained):
+                if type(event) is Trained:
                     assert state.is_balanced, f"the account does not add up: {account_dict(state)}"
         except (AssertionError, KeyError, IndexError) as error:
             line_start = sum(len(line) + 1 for line in lines.split(b"\n")[:number])

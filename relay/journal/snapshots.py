@@ -9,7 +9,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -89,6 +89,18 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage is looked for meanwhile: the body makes many objects, and none refers to itself."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _read(path: Path, journal: Path) -> Snapshot | None:
     """A snapshot, None if its bytes are not whole, or the journal has not these lines before its place."""
     with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -104,14 +116,9 @@ def _read(path: Path, journal: Path) -> Snapshot | None:
 
 
 def _decoded(state: msgspec.Raw) -> HubState:
-    was_on = gc.isenabled()
-    gc.disable()  # it makes a million objects, none of which is garbage
-    try:
+    with no_collections():
         decoded = msgspec.msgpack.decode(state, type=HubState, dec_hook=_counter)
         decoded.make_indexes()
-    finally:
-        if was_on:
-            gc.enable()
     return decoded
 
 
