@@ -105,7 +105,9 @@ CATALOGUE = (
              ("restart-hub", "restart-relay", "restart-rollout", "restart-actor")),
     Workload("crowd", "faults", "faults.crowd.crowd",
              "2,000 connections of strangers at a relay's port: steps meanwhile, the relay's memory, files, threads"),
-    Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
+    Workload("journal-replay", "hub", "hub.journal_replay",
+             "a journal of many events (--events): events/s of its audit, seconds until the next hub has the state, stop for a snapshot",
+             ("journal-replay", "journal-recovery", "journal-snapshot")),
 )  # fmt: skip
 """All workloads, in the order in which they run."""
 
