@@ -33,8 +33,8 @@ class Journal:
     not be read.
     """
 
-    tail_bytes: float = 1 << 25
-    """Most bytes after a snapshot: 200,000 events, which the next hub folds in less than a second."""
+    tail_bytes: float = 1 << 24
+    """Most bytes after a snapshot: 110,000 events, which the next hub folds in less than a second."""
     part_bytes: float = 1 << 28
     """A file that has as many is continued in another one at the next snapshot."""
 

@@ -30,7 +30,7 @@ _DIGEST_DIGITS = 16
 _log = logging.getLogger(__name__)
 
 
-class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+class SavedState(msgspec.Struct, frozen=True, array_like=True):
     """`state` after the first `place` bytes of a journal, whose last ones have the digest `tail`; `code` made it."""
 
     code: str
@@ -48,7 +48,7 @@ def write_snapshot(journal: Path, place: int, state: HubState) -> None:
     tail = tail_digest(journal, place - newest.start)
     # The indexes are made again from the groups, so that no object is in it twice.
     bare = replace(state, held={}, queue=QueueIndex(state.queue.needs))
-    body = msgspec.msgpack.encode(Snapshot(code_digest(), place, tail, msgspec.Raw(msgspec.msgpack.encode(bare))))
+    body = msgspec.msgpack.encode(SavedState(code_digest(), place, tail, msgspec.Raw(msgspec.msgpack.encode(bare))))
     folder = make_folders(journal.parent, folder_of(journal).name)
     new = folder / "snapshot.new"
     try:
@@ -101,14 +101,14 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _read(path: Path, journal: Path) -> Snapshot | None:
+def _read(path: Path, journal: Path) -> SavedState | None:
     """A snapshot, None if its bytes are not whole, or the journal has not these lines before its place."""
     with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         content = path.read_bytes()
         body = memoryview(content)[_DIGEST_DIGITS:]
         if xxhash.xxh3_64_hexdigest(body).encode() != content[:_DIGEST_DIGITS]:
             return None
-        snapshot = msgspec.msgpack.decode(body, type=Snapshot)
+        snapshot = msgspec.msgpack.decode(body, type=SavedState)
         for part in reversed(parts_of(journal)):
             if part.start < snapshot.place <= part.end:
                 return snapshot if tail_digest(part.path, snapshot.place - part.start) == snapshot.tail else None

@@ -269,7 +269,7 @@ def test_a_file_that_was_begun_by_a_hub_that_died_is_taken_away(recorder: Record
 def test_reading_a_snapshot_runs_nothing_and_accepts_only_the_state(recorder: Recorder, caplog):
     train(recorder, 2)
     (path,) = snapshot_files(recorder)
-    snapshot = msgspec.msgpack.decode(path.read_bytes()[16:], type=snapshots.Snapshot)
+    snapshot = msgspec.msgpack.decode(path.read_bytes()[16:], type=snapshots.SavedState)
     state = msgspec.msgpack.decode(snapshot.state)
     with pytest.raises(msgspec.ValidationError):
         snapshots._decoded(msgspec.Raw(msgspec.msgpack.encode(state | {"step": "seven"})))
