@@ -85,6 +85,8 @@ CATALOGUE = (
     Workload("load", "queue", "storage_load.load",
              "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
              ("load-rows", "load-bytes", "load-memory")),
+    Workload("rows-through-program", "queue", "rows.through_program",
+             "rows/s of 8,192 tokens from two rollouts over two units, two copies each, to the trainer, by the program's own path"),
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
     Workload("hub-events-4096-groups", "hub", "hub.starving_trainer",
              "the same with 4,096 groups in the queue and a trainer that waits for the first"),
