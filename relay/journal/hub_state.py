@@ -10,6 +10,9 @@ from .records import Account, EvaluationLog, Grant, Group, Losses, QueueIndex, R
 from .window import Window
 
 
+_NOT_OPENED = ev.Opened(epoch=0, samples_per_prompt=0)
+
+
 @dataclass(slots=True)
 class HubState:
     """Everything the hub knows. `cursor` counts first leases, and prompts passed over: with the seed, it is the position in the data.
@@ -24,7 +27,7 @@ class HubState:
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
-    opened: ev.Opened = ev.Opened(epoch=0, samples_per_prompt=0)
+    opened: ev.Opened = _NOT_OPENED
     """The start of the run under way; epoch 0 before the first one."""
     hub_restarts: int = 0
     cursor: int = 0

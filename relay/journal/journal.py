@@ -132,36 +132,40 @@ class Journal:
         At each moment a file has the name, and is locked. After a power cut it is the one or the other, whole.
         """
         part = parts_of(self.path)[-1]
-        line = (
-            self._encoder.encode(Continued(start=part.end, after=tail_digest(self.path, part.end - part.start))) + b"\n"
-        )
+        after = tail_digest(self.path, part.end - part.start)
+        line = self._encoder.encode(Continued(start=part.end, after=after)) + b"\n"
         older = make_folders(self.path.parent, folder_of(self.path).name) / f"{part.start}.jsonl"
         new = self.path.with_name(f"{self.path.name}.new")
+        new.write_bytes(line)
+        file = AppendFile(new, self.deadline_s)
         try:
-            new.write_bytes(line)
-            file = AppendFile(new, self.deadline_s)
             self._lock(file)
             os.fsync(file.descriptor)
             older.unlink(missing_ok=True)
-            try:
-                os.link(self.path, older)
-            except OSError as error:
-                if is_unwritable(error):
-                    raise
-                _log.warning("%s stays one file: the file system has no second names for it: %s", self.path, error)
-                self.part_bytes = math.inf
-                file.close()
+            if not self._link(older):
                 return
             sync_folder(older.parent)
             sync_folder(self.path.parent)
             new.replace(self.path)
+            file.path = self.path
+            file, self._file = self._file, file  # the next line goes to the file of this name
+            self._place += len(line)
             sync_folder(self.path.parent)
         finally:
+            file.close()
             new.unlink(missing_ok=True)
-        self._file.close()
-        self._file = file
-        file.path = self.path
-        self._place += len(line)
+
+    def _link(self, older: Path) -> bool:
+        """Give this file a second name; False on a file system that has none."""
+        try:
+            os.link(self.path, older)
+        except OSError as error:
+            if is_unwritable(error):
+                raise
+            _log.warning("%s stays one file, since it cannot get a second name: %s", self.path, error)
+            self.part_bytes = math.inf
+            return False
+        return True
 
     def _remove_given_up(self, start: int, end: int) -> None:
         """Remove parts that do not begin before this file, and snapshots of more bytes than the history has."""

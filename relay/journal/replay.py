@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from .events import Event, Trained, decode_events
+from .events import Event, decode_events
 from .files import JournalError, line_name, read_blocks, read_events
 from .hub_state import HubState, account_dict
 from .snapshots import no_collections, snapshots_of
@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 def replay(journal: Path, note: Callable[[Event], None] | None = None) -> HubState:
     """The state after all events of a journal; `note` is called with each event. Raises `JournalError` at an illegal line.
 
-    The snapshots must be the states at their places. The account is checked after each trained step and at the end, since its cost grows
-    with the length of the queue.
+    The snapshots must be the states at their places. The account is checked after each megabyte, since its cost grows with the length of
+    the queue.
     """
     state = HubState()
     place = 0
@@ -60,13 +60,12 @@ def _fold(
                 apply(event, state)
                 if note is not None:
                     note(event)
-                if type(event) is Trained:
-                    assert state.is_balanced, f"the account does not add up: {account_dict(state)}"
         except (AssertionError, KeyError, IndexError) as error:
             line_start = sum(len(line) + 1 for line in lines.split(b"\n")[:number])
             raise JournalError(f"{line_name(journal, place + line_start)}: {error}") from error
-    if not state.is_balanced:
-        raise JournalError(f"{journal}: the account does not add up: {account_dict(state)}")
+        if not state.is_balanced:
+            before = line_name(journal, place + len(lines))
+            raise JournalError(f"{before}: the account of the lines before does not add up: {account_dict(state)}")
 
 
 def _decoded(journal: Path, place: int, lines: bytes) -> list[Event]:

@@ -84,7 +84,7 @@ def test_the_version_of_the_program_is_the_bytes_of_the_files_that_make_the_stat
     code_digest.cache_clear()
     before, read = code_digest(), Path.read_bytes
     for name in ("state.py", "records.py", "window.py", "base.py"):
-        changed = lambda path, name=name: read(path) + b"#" * (path.name == name)  # noqa: E731
+        changed = lambda path, name=name: read(path) + b"#" * (path.name == name)
         monkeypatch.setattr(Path, "read_bytes", changed)
         code_digest.cache_clear()
         assert code_digest() != before, name
