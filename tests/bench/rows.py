@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from headrace.comm.fleet import StoreFleet
-from headrace.comm.messages import LeaseGrant, LeaseRequest, StepTrained, Stop, TrainingDone
+from headrace.comm.messages import LeaseGrant, LeaseRequest, StepTrained, Stop, TrainBatch, TrainingDone
 from headrace.comm.recipe import CommSettings
 from headrace.comm.store.server import StoreServer
 from headrace.comm.waits import waiting
@@ -75,7 +75,7 @@ def _train(fleet: StoreFleet) -> float:
         is_complete = False
         while not is_complete:
             batch = stream.next()
-            assert isinstance(batch, Batch) and len(batch)
+            assert isinstance(batch, Batch) and isinstance(batch.row_batch, TrainBatch)
             num_rows += len(batch) * (step > 0)
             for row, token_ids in zip(batch.rows, batch["response_ids"], strict=True):
                 assert token_ids.shape == (_NUM_TOKENS,) and token_ids[0] == row.row.sample
@@ -109,10 +109,11 @@ def _rollout(folder: str, address: str, index: str) -> None:
                     writer.close()
                     fleet.leave()
                     return
-            for lease, sample in ((lease, sample) for lease in envelope.message.leases for sample in lease.samples):
-                done = LeasedRow(lease.group.row(sample), lease.attempt, 0, {}, reward=float(sample))
-                done.completion = Completion(sample, [1] * 256, responses[sample], logprobs, "stop")
-                writer.submit(done)
+            for lease in envelope.message.leases:
+                for sample in lease.samples:
+                    done = LeasedRow(lease.group.row(sample), lease.attempt, 0, {}, reward=float(sample))
+                    done.completion = Completion(sample, [1] * 256, responses[sample], logprobs, "stop")
+                    writer.submit(done)
             wait.until(lambda: writer.backlog < _BACKLOG)
 
 
