@@ -9,7 +9,6 @@ from . import events as ev
 from .records import Account, EvaluationLog, Grant, Group, Losses, QueueIndex, Row, RowStatus, TaskRecord
 from .window import Window
 
-
 _NOT_OPENED = ev.Opened(epoch=0, samples_per_prompt=0)
 
 
