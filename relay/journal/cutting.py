@@ -69,7 +69,7 @@ def cut_after(journal: Path, step: int, checkpoint: int | None, rest: Path) -> N
         raise JournalError(f"{journal} has no step {step}")
     new = journal.with_name(f"{journal.name}.new")
     with closing(Journal(journal)):  # locked: no hub of the run before writes any more
-        parts = [part for part in parts_of(journal) if part.end > place or part.path == journal]
+        parts = [part for part in parts_of(journal) if part.end >= place]  # the first may end there, and is whole then
         cut = min(parts[0].end, place) - parts[0].start
         _write(new, [(parts[0].path, 0, cut)], _true_beyond(journal, step, checkpoint, place))
         try:

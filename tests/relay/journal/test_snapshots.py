@@ -231,6 +231,19 @@ def test_a_resumed_run_cuts_a_journal_in_several_files_where_it_continues(tmp_pa
     assert recover(recorder.path) == replay(recorder.path)
 
 
+def test_a_journal_is_cut_where_one_of_its_files_ends(recorder: Recorder):
+    recorder.journal.part_bytes = 0
+    for _ in range(3):
+        recorder.train_step()
+        recorder.journal.keep(recorder.state)
+    ends = [part.end for part in parts_of(recorder.path)]
+    recorder.journal.close()
+    assert steps_in(recorder.path).places[2] in ends
+    cut_after(recorder.path, 2, None, recorder.path.with_name("rest"))
+    assert replay(recorder.path) == recover(recorder.path) and recover(recorder.path).step == 2
+    assert [event for _, event in read_events(recorder.path)][0] == ev.Opened(epoch=1, samples_per_prompt=2)
+
+
 def test_on_a_full_disk_there_is_no_snapshot_and_the_journal_continues(tmp_path: Path, caplog):
     with small_disk(tmp_path / "disk", megabytes=3) as disk:
         recorder = Recorder(disk)
