@@ -241,7 +241,7 @@ def test_a_journal_is_cut_where_one_of_its_files_ends(recorder: Recorder):
     assert steps_in(recorder.path).places[2] in ends
     cut_after(recorder.path, 2, None, recorder.path.with_name("rest"))
     assert replay(recorder.path) == recover(recorder.path) and recover(recorder.path).step == 2
-    assert [event for _, event in read_events(recorder.path)][0] == ev.Opened(epoch=1, samples_per_prompt=2)
+    assert next(event for _, event in read_events(recorder.path)) == ev.Opened(epoch=1, samples_per_prompt=2)
 
 
 def test_on_a_full_disk_there_is_no_snapshot_and_the_journal_continues(tmp_path: Path, caplog):
