@@ -153,7 +153,7 @@ class HubLoop:
         """Catch up with the deaths of processes and storage units since the previous hub stopped; a new run has none.
 
         The previous hub may have died before it sent its last decisions: grants are repeated, and the rows that units hold without
-        need are dropped.
+        need are dropped. In a run that is resumed a unit has the rows of the saved queue alone, which are needed.
         """
         state = self.hub.state
         living = {member.name: member for member in self.fleet.members() if member.is_alive}
@@ -171,9 +171,10 @@ class HubLoop:
         if state.ending is None:
             if state.checkpointed >= 0 and not state.grants:  # the hub before may not have had the saved queue yet
                 self.hub.saved_queue.restore()
+            elif state.hub_restarts:
+                for relay in self.fleet.alive_members("relay"):
+                    self.hub.mailbox.send(relay.name, ListStoredRows())
             self.hub.leases.repeat_grants()
-            for relay in self.fleet.alive_members("relay"):
-                self.hub.mailbox.send(relay.name, ListStoredRows())
 
     def _check_fleet(self) -> None:
         self._checked_at = threads.seconds()

@@ -17,7 +17,7 @@ from ..checkpoints import sync_folder
 from .events import Checkpointed, Evaluated, EvaluationBegun, Event, Opened, Trained
 from .files import BLOCK_BYTES, JournalError, named_by_place, parts_of, read_events
 from .journal import Journal
-from .snapshots import synced_place
+from .snapshots import snapshots_of
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ class KnownSteps(NamedTuple):
     """For each number of trained steps, the place in the journal after the line of the last one."""
     checkpoints: set[int]
     """The numbers of steps after which checkpoints were written."""
+    problem: str = ""
+    """Why the lines from some place on cannot be read; empty if all can."""
 
     @property
     def num_trained(self) -> int:
@@ -39,15 +41,16 @@ def steps_in(journal: Path) -> KnownSteps:
     """The trained steps of a journal, and its checkpoints; none of a file that is missing.
 
     A checkpoint is written while training goes on, so its own line may be much later than its step's. Reading ends at a damaged
-    line: it is younger than the checkpoints before it, whose lines were synced to the disk.
+    line: it is younger than the checkpoints before it, whose lines were synced to the disk. Before the newest snapshot that the next
+    hub uses, only the lines of steps are read.
     """
     known = KnownSteps({}, set())
     if not journal.exists():
         return known
-    synced = synced_place(journal)
     try:
+        folded = next((place for place, _ in snapshots_of(journal)), 0)
         for place, event in chain(
-            read_events(journal, 0, synced, (Trained, Checkpointed)), read_events(journal, synced)
+            read_events(journal, 0, folded, (Trained, Checkpointed)), read_events(journal, folded)
         ):
             if isinstance(event, Trained):
                 known.places[event.step + 1] = place
@@ -55,6 +58,7 @@ def steps_in(journal: Path) -> KnownSteps:
                 known.checkpoints.add(event.step)
     except JournalError as error:
         _log.warning("%s; the lines from there on are not used", error)
+        return known._replace(problem=str(error))
     return known
 
 
@@ -69,7 +73,7 @@ def cut_after(journal: Path, step: int, checkpoint: int | None, rest: Path) -> N
         raise JournalError(f"{journal} has no step {step}")
     new = journal.with_name(f"{journal.name}.new")
     with closing(Journal(journal)):  # locked: no hub of the run before writes any more
-        parts = [part for part in parts_of(journal) if part.end >= place]  # the first may end there, and is whole then
+        parts = [part for part in parts_of(journal) if part.end >= place or part.path == journal]
         cut = min(parts[0].end, place) - parts[0].start
         _write(new, [(parts[0].path, 0, cut)], _true_beyond(journal, step, checkpoint, place))
         try:

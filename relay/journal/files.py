@@ -4,12 +4,13 @@
     journal/N.jsonl      older lines, from byte N of the history on
     journal/N.state      the state after the first N bytes (`snapshots.py`)
 
-`journal.jsonl` says in its first line where it begins (`Continued`), unless that is byte 0. A part in the folder that does not begin
-before it is not in the history: a hub died while it began the file, or a resumed run has given the part up.
+Each file says in its first line where it begins (`Continued`), unless that is byte 0. A part in the folder that does not begin before
+`journal.jsonl` is not in the history: a hub died while it began the file, or a resumed run has given the part up.
 """
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -37,8 +38,8 @@ class Part(NamedTuple):
 
 
 def folder_of(journal: Path) -> Path:
-    """The folder of a journal's older parts and snapshots."""
-    return journal.with_suffix("")
+    """The folder of a journal's older parts and snapshots; both may be set aside under other names (`NAME.discarded-N`)."""
+    return journal.with_name(journal.name.replace(".jsonl", ""))
 
 
 def named_by_place(journal: Path, kind: str) -> dict[int, Path]:
@@ -47,34 +48,53 @@ def named_by_place(journal: Path, kind: str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def start_of(file: IO[bytes]) -> int:
-    """Where a file of a journal begins, by its first line; the file is read to the end of the line that says so."""
-    line = file.readline()
-    if line.startswith(b'{"event":"Continued",') and line.endswith(b"\n"):
-        event = decode_event(line)
-        assert isinstance(event, Continued)
-        return event.start
-    file.seek(0)
-    return 0
-
-
 def parts_of(journal: Path) -> list[Part]:
-    """The files of the history, the oldest first. Raises `JournalError` if bytes before the last file are missing.
+    """The files of the history, the oldest first. Raises `JournalError` if the newest one does not say where it begins.
 
     The newest file is looked at first: a hub may begin another one meanwhile, and then this one is in the folder too.
     """
     with journal.open("rb") as file:
-        newest = Part(journal, start_of(file), 0)
-        newest = newest._replace(end=newest.start + os.fstat(file.fileno()).st_size)
+        first = _first_line(file)
+        num_bytes = os.fstat(file.fileno()).st_size
     older = [Part(path, start, start + path.stat().st_size) for start, path in named_by_place(journal, "jsonl").items()]
-    return [*(part for part in older if part.start < newest.start), newest]
+    if older and first is None:
+        raise JournalError(f"{journal} has no whole line, and {folder_of(journal)} has the lines before it")
+    start = _start(first)
+    return [*(part for part in older if part.start < start), Part(journal, start, start + num_bytes)]
 
 
-def tail_digest(path: Path, num_bytes: int) -> str:
-    """xxh3 of the last lines among the first `num_bytes` of a file: other histories have others there, if only by their times."""
+@contextmanager
+def open_part(part: Part) -> Iterator[IO[bytes]]:
+    """A file of the history, after the line that says where it begins.
+
+    If a hub has begun another file since, this one has the name of its place. Raises `JournalError` if it is neither of the two.
+    """
+    with part.path.open("rb") as file:
+        if _start(_first_line(file)) == part.start:
+            yield file
+            return
+    path = folder_of(part.path) / f"{part.start}.jsonl"
+    if not path.exists():
+        raise JournalError(f"{part.path} does not begin with byte {part.start} of the journal")
     with path.open("rb") as file:
-        file.seek(max(0, num_bytes - _TAIL_BYTES))
-        return xxhash.xxh3_64_hexdigest(file.read(num_bytes - file.tell()))
+        _first_line(file)
+        yield file
+
+
+def check_order(journal: Path) -> None:
+    """Raise `JournalError` if a file of the history was begun after other lines than those of the file before it."""
+    for part, following in pairwise(parts_of(journal)):
+        with open_part(part) as file, following.path.open("rb") as next_file:
+            first = _first_line(next_file)
+            is_next = isinstance(first, Continued) and first.after == tail_digest(file, part.end - part.start)
+        if not is_next:
+            raise JournalError(f"{following.path} was begun after other lines than those of {part.path}")
+
+
+def tail_digest(file: IO[bytes], num_bytes: int) -> str:
+    """xxh3 of the last lines among the first `num_bytes` of a file: other histories have others there, if only by their times."""
+    file.seek(max(0, num_bytes - _TAIL_BYTES))
+    return xxhash.xxh3_64_hexdigest(file.read(num_bytes - file.tell()))
 
 
 def read_blocks(journal: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes]]:
@@ -100,9 +120,7 @@ def read_blocks(journal: Path, start: int = 0, end: int | None = None) -> Iterat
 
 
 def _blocks_of(part: Part, place: int, end: int | None) -> Iterator[tuple[int, bytes]]:
-    with part.path.open("rb") as file:
-        if part.start:
-            start_of(file)
+    with open_part(part) as file:
         file.seek(max(place - part.start, file.tell()))
         place = part.start + file.tell()
         rest = b""
@@ -135,9 +153,32 @@ def read_events(
 def line_name(journal: Path, place: int) -> str:
     """The file and the number of the line that begins at a place of the history, for messages."""
     part = next(part for part in reversed(parts_of(journal)) if part.start <= place)
-    with part.path.open("rb") as file:
+    with open_part(part) as file:
+        file.seek(0)
         number = file.read(place - part.start).count(b"\n") + 1
     return f"{part.path}:{number}"
+
+
+def _first_line(file: IO[bytes]) -> Event | None:
+    """The first event of a file, None without a whole line. Only the line that says where a file begins is read off.
+
+    Raises `JournalError` for a line that is no event.
+    """
+    line = file.readline()
+    event = None
+    if line.endswith(b"\n"):
+        try:
+            event = decode_event(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise JournalError(f"{file.name}:1: {error}") from error
+    if not isinstance(event, Continued):
+        file.seek(0)
+    return event
+
+
+def _start(first: Event | None) -> int:
+    """Where a file with this first event begins."""
+    return first.start if isinstance(first, Continued) else 0
 
 
 def _all_lines(lines: bytes) -> Iterator[tuple[int, int]]:

@@ -7,18 +7,19 @@ import fcntl
 import logging
 import math
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 
 import msgspec
 
-from ...comm.disk import REMEDY, AppendFile, DiskReserve, is_unwritable, make_folders
-from ...comm.errors import DiskFull
+from ...comm.disk import REMEDY, AppendFile, DiskReserve, make_folders
+from ...comm.errors import DiskFull, HeadraceError
 from ..checkpoints import sync_folder
 from .events import Checkpointed, Continued, Event
 from .files import BLOCK_BYTES, JournalError, folder_of, named_by_place, parts_of, tail_digest
 from .hub_state import HubState
-from .snapshots import synced_place, write_snapshot
+from .snapshots import NEW_SNAPSHOT, write_snapshot
 
 _LAST_WAIT_S = 5.0
 """Longest wait for room once the reserve is in use."""
@@ -47,11 +48,16 @@ class Journal:
         self._reserve = reserve
         self._file = AppendFile(path, deadline_s)
         self._lock(self._file)
+        try:
+            start = parts_of(path)[-1].start
+        except JournalError:
+            self._file.close()
+            raise
         os.ftruncate(self._file.descriptor, _end_of_last_line(path))
-        newest = parts_of(path)[-1]
-        self._place = newest.end
-        self._remove_given_up(newest.start, newest.end)
-        self._snapshot_place = synced_place(path)
+        self._place = start + self._file.num_bytes
+        self._tidy(start)
+        self._snapshot_place = 0
+        """That of the last one that this writer made: the first one is due with the first event of a long journal."""
         self._encoder = msgspec.json.Encoder()
 
     def append(self, event: Event) -> None:
@@ -70,18 +76,21 @@ class Journal:
     def keep(self, state: HubState) -> None:
         """Sync all lines, and write a snapshot of the state after the last one. If the file is long, another one continues it first.
 
-        So a checkpoint from which a run may resume survives a power cut, with all before it. On a full disk there is no snapshot,
-        and the next hub folds more events.
+        So a checkpoint from which a run may resume survives a power cut, with all before it. Nothing needs the rest: without a
+        snapshot the next hub folds more events, and what fails once is no more tried for files. On a full disk neither is tried.
         """
         os.fsync(self._file.descriptor)
-        try:
-            if self._file.num_bytes >= self.part_bytes:
+        if self._file.num_bytes >= self.part_bytes and not self.full:
+            try:
                 self._continue()
-            write_snapshot(self.path, self._place, state)
-        except OSError as error:
-            if not is_unwritable(error):
-                raise
-            _log.warning("no snapshot of the journal: %s", error)
+            except (OSError, HeadraceError) as error:
+                _log.warning("%s is not continued in other files from here on: %s", self.path, error)
+                self.part_bytes = math.inf
+        if not self.full:
+            try:
+                write_snapshot(self.path, self._place, state)
+            except (OSError, HeadraceError) as error:
+                _log.warning("no snapshot of the journal: %s", error)
         self._snapshot_place = self._place
 
     def close(self) -> None:
@@ -129,50 +138,52 @@ class Journal:
     def _continue(self) -> None:
         """Begin another file, which takes this one's name; this one gets that of its place.
 
-        At each moment a file has the name, and is locked. After a power cut it is the one or the other, whole.
+        At each moment a file has the name, and is locked. After a power cut it is the one or the other, whole. Raises `OSError`, such as
+        on a file system without second names; the lines go to the file that has the name then.
         """
-        part = parts_of(self.path)[-1]
-        after = tail_digest(self.path, part.end - part.start)
-        line = self._encoder.encode(Continued(start=part.end, after=after)) + b"\n"
-        older = make_folders(self.path.parent, folder_of(self.path).name) / f"{part.start}.jsonl"
+        num_bytes = self._file.num_bytes
+        with self.path.open("rb") as written:
+            after = tail_digest(written, num_bytes)
+        line = self._encoder.encode(Continued(start=self._place, after=after)) + b"\n"
+        older = make_folders(self.path.parent, folder_of(self.path).name) / f"{self._place - num_bytes}.jsonl"
         new = self.path.with_name(f"{self.path.name}.new")
-        new.write_bytes(line)
-        file = AppendFile(new, self.deadline_s)
-        try:
+        with ExitStack() as undo:
+            undo.callback(new.unlink, missing_ok=True)
+            new.write_bytes(line)
+            file = AppendFile(new, self.deadline_s)
+            undo.callback(file.close)
             self._lock(file)
             os.fsync(file.descriptor)
-            older.unlink(missing_ok=True)
-            if not self._link(older):
-                return
+            os.link(self.path, older)
             sync_folder(older.parent)
             sync_folder(self.path.parent)
             new.replace(self.path)
-            file.path = self.path
-            file, self._file = self._file, file  # the next line goes to the file of this name
-            self._place += len(line)
-            sync_folder(self.path.parent)
-        finally:
-            file.close()
-            new.unlink(missing_ok=True)
+            undo.pop_all()
+        self._file.close()
+        self._file = file
+        file.path = self.path
+        self._place += len(line)
+        sync_folder(self.path.parent)
 
-    def _link(self, older: Path) -> bool:
-        """Give this file a second name; False on a file system that has none."""
-        try:
-            os.link(self.path, older)
-        except OSError as error:
-            if is_unwritable(error):
-                raise
-            _log.warning("%s stays one file, since it cannot get a second name: %s", self.path, error)
-            self.part_bytes = math.inf
-            return False
-        return True
+    def _tidy(self, start: int) -> None:
+        """Give parts that do not begin before this file, at `start`, other names, and remove needless snapshots: no line is removed.
 
-    def _remove_given_up(self, start: int, end: int) -> None:
-        """Remove parts that do not begin before this file, and snapshots of more bytes than the history has."""
-        given_up = [path for place, path in named_by_place(self.path, "jsonl").items() if place >= start]
-        given_up += [path for place, path in named_by_place(self.path, "state").items() if place > end]
-        for path in given_up:
-            path.unlink()
+        A hub that died while it began a file left this one with two names.
+        """
+        for place, path in named_by_place(self.path, "jsonl").items():
+            if place < start:
+                continue
+            if path.samefile(self.path):
+                path.unlink()
+                continue
+            names = (path.with_name(f"{path.name}.discarded-{number}") for number in count(1))
+            aside = path.rename(next(name for name in names if not name.exists()))
+            _log.warning("%s begins with byte %d: %s is now %s", self.path, start, path, aside.name)
+        with suppress(OSError):
+            (folder_of(self.path) / NEW_SNAPSHOT).unlink(missing_ok=True)
+            for place, path in named_by_place(self.path, "state").items():
+                if place > self._place:
+                    path.unlink()
 
 
 def _end_of_last_line(path: Path) -> int:

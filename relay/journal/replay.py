@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from .events import Event, decode_events
-from .files import JournalError, line_name, read_blocks, read_events
+from .files import JournalError, check_order, line_name, read_blocks, read_events
 from .hub_state import HubState, account_dict
 from .snapshots import no_collections, snapshots_of
 from .state import apply
@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 def replay(journal: Path, note: Callable[[Event], None] | None = None) -> HubState:
     """The state after all events of a journal; `note` is called with each event. Raises `JournalError` at an illegal line.
 
-    The snapshots must be the states at their places. The account is checked after each megabyte, since its cost grows with the length of
-    the queue.
+    The snapshots must be the states at their places, and each file must follow the one before it. The account is checked after each
+    megabyte, since its cost grows with the length of the queue.
     """
     state = HubState()
     place = 0
@@ -31,20 +31,24 @@ def replay(journal: Path, note: Callable[[Event], None] | None = None) -> HubSta
             raise JournalError(f"{journal}: the snapshot after byte {next_place} is not the state of the events before")
         place = next_place
     _fold(journal, state, place, None, note)
+    check_order(journal)
     return state
 
 
 @no_collections()
 def recover(journal: Path) -> HubState:
     """The same state, from the newest snapshot that counts and the events after it."""
+    wrong: list[tuple[int, JournalError]] = []
     for place, state in chain(snapshots_of(journal), [(0, HubState())]):
         try:
             _fold(journal, state, place)
         except JournalError as error:
             if not place:
-                raise
-            _log.warning("the snapshot after byte %d is not used: %s", place, error)
+                raise  # the snapshots are not to blame
+            wrong.append((place, error))
         else:
+            for other, error in wrong:
+                _log.warning("the snapshot after byte %d is not used: %s", other, error)
             return state
     raise AssertionError("the whole history is the last way")
 

@@ -9,22 +9,24 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import cache
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import xxhash
+from msgspec.inspect import type_info
 
 from ...comm.disk import make_folders
-from .files import folder_of, named_by_place, parts_of, tail_digest
+from .files import folder_of, named_by_place, open_part, parts_of, tail_digest
 from .hub_state import HubState
 from .records import QueueIndex
 
 _KEPT = 2
 """The newest one may be torn by a power cut."""
+NEW_SNAPSHOT = "snapshot.new"
+"""The name of one that is being written."""
 _DIGEST_DIGITS = 16
 
 _log = logging.getLogger(__name__)
@@ -45,12 +47,13 @@ def write_snapshot(journal: Path, place: int, state: HubState) -> None:
     It is not synced: a torn one is not used.
     """
     newest = parts_of(journal)[-1]
-    tail = tail_digest(journal, place - newest.start)
+    with open_part(newest) as file:
+        tail = tail_digest(file, place - newest.start)
     # The indexes are made again from the groups, so that no object is in it twice.
     bare = replace(state, held={}, queue=QueueIndex(state.queue.needs))
-    body = msgspec.msgpack.encode(SavedState(code_digest(), place, tail, msgspec.Raw(msgspec.msgpack.encode(bare))))
+    body = msgspec.msgpack.encode(SavedState(CODE, place, tail, msgspec.Raw(msgspec.msgpack.encode(bare))))
     folder = make_folders(journal.parent, folder_of(journal).name)
-    new = folder / "snapshot.new"
+    new = folder / NEW_SNAPSHOT
     try:
         new.write_bytes(xxhash.xxh3_64_hexdigest(body).encode() + body)
         new.replace(folder / f"{place}.state")
@@ -62,31 +65,34 @@ def write_snapshot(journal: Path, place: int, state: HubState) -> None:
 
 
 def snapshots_of(journal: Path) -> Iterator[tuple[int, HubState]]:
-    """The snapshots of a journal that count, as (place, state), the newest first. The caller may change the state."""
+    """The snapshots of a journal that count, as (place, state), the newest first. The caller may change the state.
+
+    Raises `JournalError` if the newest file of the journal does not say where it begins.
+    """
     for path in reversed(named_by_place(journal, "state").values()):
-        if (found := _read(path, journal)) is None:
-            _log.warning("%s is not used: it is torn, or of another journal", path)
-        elif found.code != code_digest():
-            _log.warning("%s is not used: it was made by another version of the program", path)
+        try:
+            snapshot = _read(path, journal)
+            state = _decoded(snapshot.state)
+        except FileNotFoundError:
+            continue  # the hub of the journal has made another one
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            _log.warning("%s is not used: %s", path, error)
         else:
-            yield found.place, _decoded(found.state)
+            yield snapshot.place, state
 
 
-def synced_place(journal: Path) -> int:
-    """A place up to which the lines of a journal are on the disk, undamaged by a power cut: that of the newest snapshot."""
-    found = (_read(path, journal) for path in reversed(named_by_place(journal, "state").values()))
-    return next((snapshot.place for snapshot in found if snapshot is not None), 0)
-
-
-@cache
 def code_digest() -> str:
-    """xxh3 of the files of this folder and of the messages' one, whose classes and rules make the state, and of what runs them."""
-    digest = xxhash.xxh3_64(f"{sys.version_info[:2]} {msgspec.__version__}".encode())
+    """xxh3 of what makes the state: the fields of its classes, the files of this folder and of the messages' one, and what runs them."""
+    digest = xxhash.xxh3_64(f"{sys.version_info[:2]} {msgspec.__version__} {type_info(HubState)}".encode())
     here = Path(__file__).resolve().parent
     for folder in (here, here.parents[1] / "comm" / "messages"):
         for path in sorted(folder.glob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+CODE = code_digest()
+"""That of this process, taken while it loads the files: later they may be those of another version of the program."""
 
 
 @contextmanager
@@ -101,21 +107,27 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _read(path: Path, journal: Path) -> SavedState | None:
-    """A snapshot, None if its bytes are not whole, or the journal has not these lines before its place."""
-    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-        content = path.read_bytes()
-        body = memoryview(content)[_DIGEST_DIGITS:]
-        if xxhash.xxh3_64_hexdigest(body).encode() != content[:_DIGEST_DIGITS]:
-            return None
-        snapshot = msgspec.msgpack.decode(body, type=SavedState)
-        for part in reversed(parts_of(journal)):
-            if part.start < snapshot.place <= part.end:
-                return snapshot if tail_digest(part.path, snapshot.place - part.start) == snapshot.tail else None
-    return None
+def _read(path: Path, journal: Path) -> SavedState:
+    """A snapshot that this program has made of this journal. Raises `OSError`, `ValueError` and `msgspec.DecodeError`."""
+    content = path.read_bytes()
+    body = memoryview(content)[_DIGEST_DIGITS:]
+    if xxhash.xxh3_64_hexdigest(body).encode() != content[:_DIGEST_DIGITS]:
+        raise ValueError("it is torn")
+    snapshot = msgspec.msgpack.decode(body, type=SavedState)
+    if snapshot.code != CODE:
+        raise ValueError("it was made by another version of the program")
+    for part in reversed(parts_of(journal)):
+        if part.start < snapshot.place <= part.end:
+            with open_part(part) as file:
+                if tail_digest(file, snapshot.place - part.start) == snapshot.tail:
+                    return snapshot
+    raise ValueError("the journal has other lines before its place")
 
 
 def _decoded(state: msgspec.Raw) -> HubState:
+    """A state with its indexes. Raises `msgspec.DecodeError` if it has other fields or types than this program's."""
+    if msgspec.msgpack.decode(state, type=dict[str, msgspec.Raw]).keys() != {field.name for field in fields(HubState)}:
+        raise msgspec.ValidationError("it has other fields than the state")
     with no_collections():
         decoded = msgspec.msgpack.decode(state, type=HubState, dec_hook=_counter)
         decoded.make_indexes()

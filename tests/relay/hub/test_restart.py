@@ -16,6 +16,7 @@ from headrace.comm.messages import (
     LeaseRequest,
     ListStoredRows,
     RequestRows,
+    RestoreQueue,
     RowDone,
     StepTrained,
     Stop,
@@ -95,6 +96,16 @@ def test_relays_drop_the_rows_that_nothing_needs(scene: Restart):
     needless = [leased.leases[0].group.row(1).key(7), ready.leases[0].group.row(1).key(0), "99.1.0@1"]
     scene.hub.results.drop_needless("relay-0", [*kept, *needless])
     assert scene.heard("relay-0") == [DropRows(needless)]
+
+
+def test_the_units_of_a_resumed_run_are_not_asked_for_rows_that_nothing_needs(scene: Restart):
+    """They have the rows of the saved queue alone, and a partial row of a group that is wanted is needed."""
+    scene.hub.context.commit(ev.Checkpointed(step=0, path="step_0"))
+    scene.hub.context.commit(ev.Opened(epoch=scene.hub.state.epoch + 1, samples_per_prompt=2))
+    for start in ("the first hub of the run", "one that died before it had the answer"):
+        HubLoop(scene.hub, scene.join("hub")).recover()
+        assert scene.heard("relay-0") == [RestoreQueue(0)], start
+        scene.hub.context.commit(ev.HubRestarted())
 
 
 def test_repeated_reports_change_nothing(scene: Restart):
