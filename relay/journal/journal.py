@@ -77,7 +77,8 @@ class Journal:
         """Sync all lines, and write a snapshot of the state after the last one. If the file is long, another one continues it first.
 
         So a checkpoint from which a run may resume survives a power cut, with all before it. Nothing needs the rest: without a
-        snapshot the next hub folds more events, and what fails once is no more tried for files. On a full disk neither is tried.
+        snapshot the next hub folds more events, and if another file cannot be begun, this one is used to the end. A disk that ends the
+        run because it is full gets neither.
         """
         os.fsync(self._file.descriptor)
         if self._file.num_bytes >= self.part_bytes and not self.full:

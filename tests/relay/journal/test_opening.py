@@ -74,6 +74,20 @@ def test_a_power_cut_while_a_run_is_resumed_leaves_a_run_that_can_be_resumed_fro
         assert resumed_at(left, "third") == (2, 2, 2), left
 
 
+def test_a_run_without_an_old_file_of_its_journal_is_not_resumed_and_the_file_is_named(tmp_path: Path):
+    run_dir = interrupted_run(tmp_path / "run")
+    journal = Journal(run_dir / "journal.jsonl")
+    journal.part_bytes = 0
+    journal.keep(recover(journal.path))
+    journal.close()
+    assert choose_point(recipe_of(run_dir))[:2] == (2, 2)
+    (run_dir / "journal/0.jsonl").unlink()
+    with pytest.raises(
+        SettingError, match=r"run\.resume: .*the file that begins with byte 0 of the journal is missing"
+    ):
+        choose_point(recipe_of(run_dir))
+
+
 def test_the_lines_that_a_resumed_run_gives_up_are_kept_beside_its_journal(tmp_path: Path):
     run_dir = interrupted_run(tmp_path / "run")
     before = (run_dir / "journal.jsonl").read_bytes()

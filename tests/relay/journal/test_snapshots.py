@@ -16,9 +16,9 @@ from headrace.relay.journal import events as ev
 from headrace.relay.journal import snapshots
 from headrace.relay.journal.cutting import cut_after, steps_in
 from headrace.relay.journal.files import JournalError, named_by_place, parts_of, read_events
+from headrace.relay.journal.hub_state import HubState
 from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.replay import recover, replay
-from headrace.relay.journal.hub_state import HubState
 from headrace.relay.journal.snapshots import CODE, code_digest, snapshots_of, write_snapshot
 
 
