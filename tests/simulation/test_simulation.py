@@ -103,13 +103,13 @@ def test_a_snapshot_at_any_event_and_the_events_after_it_give_the_state_of_all(
 
     monkeypatch.setattr(FaultyRun, "run", read_journal)
     run(history(SeededChooser(seed), steps=20, num_faults=6))
-    (tmp_path / "journal.jsonl").write_bytes(b'{"event":"Opened"}\n')
+    place = (tmp_path / "journal.jsonl").write_bytes(b'{"event":"HubRestarted"}\n')
     state, restored, most_held = HubState(), HubState(), 0
     for number, event in enumerate(events):
         apply(event, state)
         apply(event, restored)
         if number % 7 == seed % 7:
-            write_snapshot(tmp_path / "journal.jsonl", 19, restored)
+            write_snapshot(tmp_path / "journal.jsonl", place, restored)
             ((_, restored),) = snapshots_of(tmp_path / "journal.jsonl")
         assert restored == state, event
         for name in ("groups", "unassigned", "grants", "dropped"):
