@@ -20,7 +20,7 @@ def _audit(runs: Sequence[str]) -> int:
     for run in runs:
         if not (Path(run) / JOURNAL_FILE).is_file():
             raise SettingError(f"{run} is not the folder of a run: it has no {JOURNAL_FILE}")
-    from ..relay.journal.journal import JournalError
+    from ..relay.journal.files import JournalError
     from .report.journal_audit import audit_lines
 
     for run in runs:

@@ -14,15 +14,18 @@ from typing import NamedTuple
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RunSettings
 from ..relay.checkpoints import CheckpointFolder
+from ..relay.journal.cutting import KnownSteps, cut_after, steps_in
 from ..relay.journal.evaluations import EVALUATIONS_FILE
-from ..relay.journal.journal import Journal, JournalError, KnownSteps, cut_after, steps_in
+from ..relay.journal.files import JournalError
+from ..relay.journal.journal import Journal
 from .config.device_defaults import changed_type
 from .config.load import read_recipe
-from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, METRICS_FILE, SUMMARY_FILE, read_summary
+from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, JOURNAL_FOLDER, METRICS_FILE, SUMMARY_FILE, read_summary
 
 ROWS = "rows"
 _OF_ONE_RUN = (
     JOURNAL_FILE,
+    JOURNAL_FOLDER,
     METRICS_FILE,
     EVALUATIONS_FILE,
     ROWS,
@@ -87,12 +90,12 @@ def choose_point(recipe: Recipe) -> ResumePoint:
     known = steps_in(run_dir / JOURNAL_FILE)
     found = {*folder.whole(), *folder.incomplete()}
     checkpoint, problems = _newest_checkpoint(folder, found, known)
+    reasons = [known.problem, *problems] if known.problem else problems
     if not known.num_trained:
         if not found and not _has_lines(run_dir / METRICS_FILE):
             return ResumePoint(0, None, [f"run.resume=auto: {run_dir} has no trained step; the run starts at step 1"])
-        if not problems:
-            problems = [f"{METRICS_FILE} has steps that are not in {JOURNAL_FILE}"]
-        raise SettingError(f"run.resume: {'; '.join(problems)}. {_WAYS_OUT}")
+        why = "; ".join(reasons) or f"{METRICS_FILE} has steps that are not in {JOURNAL_FILE}"
+        raise SettingError(f"run.resume: {why}. {_WAYS_OUT}")
     if known.num_trained > recipe.run.steps:
         raise SettingError(
             f"run.steps={recipe.run.steps}: the run in {run_dir} has trained {known.num_trained} steps; raise run.steps to continue"
@@ -100,10 +103,10 @@ def choose_point(recipe: Recipe) -> ResumePoint:
     changed = _changed(recipe)
     step, problem = _last_rebuilt(recipe, checkpoint, known.num_trained, changed)
     if problem and checkpoint is None:
-        reasons = "; ".join(problems) or "the run has none"
+        why = "; ".join(reasons) or "the run has none"
         raise SettingError(
             f"run.resume: the {known.num_trained} steps of the run in {run_dir} cannot be rebuilt. No checkpoint can be used:"
-            f" {reasons}. Nor can all steps be trained again: {problem}. {_WAYS_OUT}"
+            f" {why}. Nor can all steps be trained again: {problem}. {_WAYS_OUT}"
         )
     lines = [*_told(folder, step, checkpoint, known, problems, problem, changed), *changed_type(recipe)]
     return ResumePoint(step, checkpoint, lines)

@@ -58,10 +58,10 @@ class LeasedRow:
         """The reward that its environment gave, 0 without one."""
         return 0.0 if self.episode is None else self.episode.reward
 
-    def token_versions(self) -> list[int]:
-        """The version that drew each token of the finished response."""
+    def token_versions(self) -> np.ndarray:
+        """int32: the version that drew each token of the finished response."""
         done = self.completion
-        return [] if done is None else self.first_versions(len(done.prompt_ids), len(done.token_ids))
+        return np.empty(0, np.int32) if done is None else self.first_versions(len(done.prompt_ids), len(done.token_ids))
 
     def drawn_by(self) -> set[int]:
         """The versions that drew a token of the finished response."""
@@ -77,12 +77,11 @@ class LeasedRow:
         spans = zip(versions, starts, [*starts[1:], end], strict=True)
         return {version for version, first, last in spans if first < min(last, end)}
 
-    def first_versions(self, num_prompt: int, num_tokens: int) -> list[int]:
-        """The version that drew each of the first `num_tokens` tokens of the response to a prompt of `num_prompt` tokens."""
-        versions = [self.version] * num_tokens
+    def first_versions(self, num_prompt: int, num_tokens: int) -> np.ndarray:
+        """int32 [num_tokens]: the version that drew each of the first tokens of the response to a prompt of `num_prompt` tokens."""
+        versions = np.full(num_tokens, self.version, np.int32)
         for position, version in self.switches:
-            first = position - num_prompt
-            versions[first:] = [version] * (num_tokens - first)
+            versions[position - num_prompt :] = version
         return versions
 
     def keep(self, num_prompt: int, versions: Sequence[int]) -> None:
@@ -125,7 +124,7 @@ class LeasedRow:
             "prompt_ids": np.array(done.prompt_ids, dtype=np.int32),
             "response_ids": np.array(done.token_ids, dtype=np.int32),
             "rollout_logprobs": np.array(done.logprobs, dtype=np.float32),
-            "versions": np.array(self.token_versions(), dtype=np.int32),
+            "versions": self.token_versions(),
             "loss_mask": self._loss_mask(len(done.token_ids)),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
@@ -148,5 +147,6 @@ class LeasedRow:
 
     def _loss_mask(self, num_tokens: int) -> np.ndarray:
         """1 for the tokens that the policy drew, 0 for those that its environment inserted."""
-        ones = [1] * num_tokens
-        return np.array(ones if self.episode is None else self.episode.loss_mask(num_tokens), dtype=np.uint8)
+        if self.episode is None:
+            return np.ones(num_tokens, np.uint8)
+        return np.array(self.episode.loss_mask(num_tokens), dtype=np.uint8)

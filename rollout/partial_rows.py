@@ -128,10 +128,10 @@ def _streamed_row(held: LeasedRow, part: SequenceState) -> StreamedRow:
         "prompt_ids": np.array(part.prompt_ids, dtype=np.int32),
         "response_ids": np.array(part.token_ids, dtype=np.int32),
         "rollout_logprobs": np.array(part.logprobs, dtype=np.float32),
-        "versions": np.array(versions, dtype=np.int32),
+        "versions": versions,
         "stream": np.array([part.key], dtype=np.int64),
     }
     if held.episode is not None:
         columns["episode"] = np.frombuffer(msgspec.json.encode(held.episode), dtype=np.uint8)
-    ref = RowRef(held.row_id, held.attempt, [], min(versions), len(versions), is_partial=True)
+    ref = RowRef(held.row_id, held.attempt, [], int(versions.min()), len(versions), is_partial=True)
     return StreamedRow(ref, columns)

@@ -10,7 +10,7 @@ from typing import Protocol
 from ..comm import threads
 from ..comm.mailbox import Mailbox
 from ..comm.waits import waiting
-from ..relay.queue.replicated_rows import ReplicatedRows
+from ..relay.queue.replicated_rows import MOST_TOGETHER, ReplicatedRows
 from .leased_row import LeasedRow
 from .partial_rows import StreamedRow, write_streamed
 
@@ -46,13 +46,15 @@ class RowWriter:
         self._storage = storage
         self._deadline_s = deadline_s
         self._rows: queue.Queue[LeasedRow | list[StreamedRow]] = threads.new_queue()
+        self._num_taken = 0
+        """Items that are being written."""
         self._is_closing = False
         self._error: BaseException | None = None
         self._thread = threads.new_thread(self._run, "row writer")
 
     @property
     def backlog(self) -> int:
-        return self._rows.qsize()
+        return self._rows.qsize() + self._num_taken
 
     def start(self) -> None:
         self._thread.start()
@@ -75,16 +77,33 @@ class RowWriter:
     def _run(self) -> None:
         try:
             while not (self._is_closing and self._rows.empty()):
-                with suppress(queue.Empty):
-                    item = self._rows.get(timeout=POLL_S)
+                together: list[LeasedRow] = []
+                for item in self._take():
                     if isinstance(item, LeasedRow):
-                        self._write(item)
-                    elif (report := write_streamed(item, self._storage)) is not None:
+                        together.append(item)
+                        continue
+                    self._write(together)
+                    together = []
+                    if (report := write_streamed(item, self._storage)) is not None:
                         self._mailbox.send("hub", report)
+                self._write(together)
+                self._num_taken = 0
         except Exception as error:  # noqa: BLE001 - `submit` or `close` raises it in the loop
             self._error = error
 
-    def _write(self, row: LeasedRow) -> None:
-        has_row = not row.failure and not row.row_id.is_evaluation
-        units = self._storage.put_row(row.row_id.key(row.attempt), row.columns()) if has_row else []
-        self._mailbox.send("hub", row.report(units))
+    def _take(self) -> list[LeasedRow | list[StreamedRow]]:
+        """What is queued by now, in order; waits a moment for the first."""
+        taken: list[LeasedRow | list[StreamedRow]] = []
+        with suppress(queue.Empty):
+            taken.append(self._rows.get(timeout=POLL_S))
+            while len(taken) < MOST_TOGETHER:
+                taken.append(self._rows.get_nowait())
+        self._num_taken = len(taken)
+        return taken
+
+    def _write(self, rows: list[LeasedRow]) -> None:
+        """Write rows that are ready together, then report each."""
+        new = [row for row in rows if not row.failure and not row.row_id.is_evaluation]
+        units = self._storage.put_new({row.row_id.key(row.attempt): row.columns() for row in new})
+        for row in rows:
+            self._mailbox.send("hub", row.report(units.get(row.row_id.key(row.attempt), [])))

@@ -16,7 +16,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defa
     """Base of all messages; `type` on the wire is the class name."""
 
 
-class GroupId(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+class GroupId(msgspec.Struct, frozen=True, order=True, omit_defaults=True, gc=False):
     """A prompt's name: `epoch` over the data and index in the data set; of an evaluation, its number and the index in its prompts."""
 
     epoch: int
@@ -30,7 +30,7 @@ class GroupId(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
         return f"{_MARK if self.is_evaluation else ''}{self.epoch}.{self.prompt}"
 
 
-class RowId(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+class RowId(msgspec.Struct, frozen=True, order=True, omit_defaults=True, gc=False):
     """A trajectory's name: the `sample` within the group of the other fields."""
 
     epoch: int

@@ -10,7 +10,7 @@ import msgspec
 
 from ...comm.messages import RowId
 from ...relay.journal.events import Leased, RowReady
-from ...relay.journal.journal import read_events
+from ...relay.journal.files import read_events
 from ..config.run_folder import JOURNAL_FILE, METRICS_FILE
 from ..report.timeline import Span, Timeline
 

@@ -18,7 +18,7 @@ from msgspec import structs, to_builtins
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...relay.journal.events import Leased, RowReady
-from ...relay.journal.journal import read_events
+from ...relay.journal.files import read_events
 from ..config.run_folder import JOURNAL_FILE, METRICS_FILE
 from ..report.timeline import Span, Timeline
 from .figures import LAST_STEPS, WARM_UP_STEPS, Window, window_of

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...relay.journal.events import Event, Leased, PromptDropped, Returned, RowFailed
-from ...relay.journal.journal import account_dict, replay
+from ...relay.journal.hub_state import account_dict
 from ...relay.journal.records import EvaluationLog
+from ...relay.journal.replay import replay
 from ..config.run_folder import JOURNAL_FILE
 
 _MAX_REASONS = 10

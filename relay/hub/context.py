@@ -7,7 +7,8 @@ from ...comm.disk import say
 from ...comm.messages import DropRows
 from ...comm.messages.base import RowId, process_of
 from ..journal import events as ev
-from ..journal.state import HubState, apply
+from ..journal.hub_state import HubState
+from ..journal.state import apply
 
 if TYPE_CHECKING:
     from ...comm.mailbox import Mailbox
@@ -57,6 +58,8 @@ class HubContext:
         stamped = ev.stamped(event, self.wall_clock())
         self.journal.append(stamped)
         apply(stamped, self.state)
+        if self.journal.needs_snapshot(event):
+            self.journal.keep(self.state)
         self.send_drops(dropped)
 
     def drop_rows(self, rows: Iterable[RowId]) -> None:

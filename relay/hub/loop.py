@@ -32,7 +32,7 @@ from ...comm.messages import (
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..journal import events as ev
-from ..journal.journal import account_dict
+from ..journal.hub_state import account_dict
 from ..journal.opening import check_journal_is_there, open_journal
 from ..journal.records import RowStatus
 from ..queue.admission import Admission
@@ -60,10 +60,7 @@ def run(
     hub = open_hub(fleet, recipe, clock or REAL_TIME)
     on_open(hub)
     loop = HubLoop(hub, fleet)
-    if hub.state.hub_restarts:
-        loop.recover()
-    elif hub.state.checkpointed >= 0:
-        hub.saved_queue.restore()
+    loop.recover()
     while (end := loop.step()) is None:
         pass
     ended = Shutdown(hub, fleet, SHUTDOWN_DEADLINE_S, recipe.checkpoint.grace_s).run(end)
@@ -153,10 +150,10 @@ class HubLoop:
         return StatusReport(state.step, state.version, members, account_dict(state), self.hub.context.alarm)
 
     def recover(self) -> None:
-        """Catch up with the deaths of processes and storage units since the previous hub stopped.
+        """Catch up with the deaths of processes and storage units since the previous hub stopped; a new run has none.
 
         The previous hub may have died before it sent its last decisions: grants are repeated, and the rows that units hold without
-        need are dropped.
+        need are dropped. In a run that is resumed a unit has the rows of the saved queue alone, which are needed.
         """
         state = self.hub.state
         living = {member.name: member for member in self.fleet.members() if member.is_alive}
@@ -174,9 +171,10 @@ class HubLoop:
         if state.ending is None:
             if state.checkpointed >= 0 and not state.grants:  # the hub before may not have had the saved queue yet
                 self.hub.saved_queue.restore()
+            elif state.hub_restarts:
+                for relay in self.fleet.alive_members("relay"):
+                    self.hub.mailbox.send(relay.name, ListStoredRows())
             self.hub.leases.repeat_grants()
-            for relay in self.fleet.alive_members("relay"):
-                self.hub.mailbox.send(relay.name, ListStoredRows())
 
     def _check_fleet(self) -> None:
         self._checked_at = threads.seconds()

@@ -29,7 +29,7 @@ from ...comm.messages.base import is_partial, storage_id_of
 from ...comm.waits import waiting
 from ..checkpoints import write_durably
 from ..journal import events as ev
-from ..journal.journal import account_dict
+from ..journal.hub_state import account_dict
 from ..journal.records import RowStatus
 from .saved_queue import KEEPER
 

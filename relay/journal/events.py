@@ -14,7 +14,7 @@ from ...comm.messages.base import GroupId, RowId
 from ...comm.messages.queue import RowRef
 
 
-class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event", omit_defaults=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event", omit_defaults=True, kw_only=True, gc=False):
     """Base of all events; `event` in the journal is the class name."""
 
     t: float = 0.0
@@ -276,6 +276,16 @@ class Ended(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class Continued(Event, frozen=True, kw_only=True):
+    """The first line of each file of the journal after the first one: it begins with byte `start` of the history.
+
+    It is of the files and not of the history: it changes nothing. `after` is the digest of the last lines before.
+    """
+
+    start: int
+    after: str
+
+
 def stamped(event: Event, now: float | None = None) -> Event:
     """The event with the present time, or with that of `now`."""
     return msgspec.structs.replace(event, t=round(time.time() if now is None else now, 3))
@@ -287,3 +297,11 @@ _decoder = msgspec.json.Decoder(Union[tuple(Event.__subclasses__())])  # noqa: U
 def decode_event(line: bytes) -> Event:
     """The event of one journal line; raises `msgspec.DecodeError` for anything else."""
     return _decoder.decode(line)
+
+
+def decode_events(lines: bytes) -> list[Event]:
+    """The events of whole lines; raises `msgspec.DecodeError` if one is anything else, or if a line is empty."""
+    events = _decoder.decode_lines(lines)
+    if len(events) != lines.count(b"\n"):
+        raise msgspec.DecodeError("a line is empty")
+    return events

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
 from .records import Account, EvaluationLog, Grant, Group, Losses, QueueIndex, Row, RowStatus, TaskRecord
 from .window import Window
+
+_NOT_OPENED = ev.Opened(epoch=0, samples_per_prompt=0)
 
 
 @dataclass(slots=True)
@@ -24,10 +26,9 @@ class HubState:
     `trainer_restarts` counts the whole run, `restarts_in_step` those since the last trained step.
     """
 
-    epoch: int = 0
-    run_id: str = ""
+    opened: ev.Opened = _NOT_OPENED
+    """The start of the run under way; epoch 0 before the first one."""
     hub_restarts: int = 0
-    samples_per_prompt: int = 0
     cursor: int = 0
     step: int = 0
     version: int = -1
@@ -69,9 +70,19 @@ class HubState:
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
 
     @property
+    def epoch(self) -> int:
+        """The number of starts of the run."""
+        return self.opened.epoch
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.opened.samples_per_prompt
+
+    @property
     def in_flight(self) -> int:
         """Trajectories that were leased and have not met an end yet."""
-        return sum(len(group.rows) - len(group.samples(RowStatus.FAILED)) for group in self.groups.values())
+        failed = RowStatus.FAILED
+        return sum(row.status is not failed for group in self.groups.values() for row in group.rows)
 
     @property
     def is_balanced(self) -> bool:
@@ -93,11 +104,21 @@ class HubState:
         """The rows of the queue and of training with one of these statuses, and their names."""
         return [(group.row_id(s), group.rows[s]) for group in self.groups.values() for s in group.samples(*statuses)]
 
-    def lease(self, row_id: RowId, row: Row, holder: str) -> None:
-        """A rollout has a row from now on."""
-        row.status = RowStatus.LEASED
-        row.holder = holder
-        self.held.setdefault(holder, {})[row_id] = row
+    def lease(self, rows: Mapping[RowId, Row], holder: str) -> None:
+        """A rollout has these rows from now on."""
+        for row in rows.values():
+            row.status = RowStatus.LEASED
+            row.holder = holder
+        if rows:
+            self.held.setdefault(holder, {}).update(rows)
+
+    def make_indexes(self) -> None:
+        """Make the indexes of a state that has none: which rows each rollout has, and what can be trained."""
+        for group in (*self.groups.values(), *self.evaluations.groups.values()):
+            for sample in group.samples(RowStatus.LEASED):
+                row = group.rows[sample]
+                self.lease({group.row_id(sample): row}, row.holder)
+            self.queue.update(group)
 
     def end_lease(self, row_id: RowId, row: Row) -> None:
         """No rollout has a row any more; its new status is the caller's."""
@@ -131,3 +152,8 @@ class HubState:
         gone = list(rows)
         for record in self.tasks.values():
             record.assigned.difference_update(gone)
+
+
+def account_dict(state: HubState) -> dict[str, int | bool]:
+    """The accounting identity of a state, for print and file."""
+    return {**asdict(state.account), "in_flight": state.in_flight, "holds": state.is_balanced}

@@ -7,11 +7,13 @@ import msgspec
 
 from ...comm.clock import Clock
 from ...comm.disk import DiskReserve
-from ...comm.errors import SettingError
+from ...comm.errors import HeadraceError, SettingError
 from ...comm.recipe import DataSettings, Recipe
 from . import events as ev
-from .journal import Journal, last_opened, replay
-from .state import HubState, apply
+from .hub_state import HubState
+from .journal import Journal
+from .replay import recover
+from .state import apply
 
 
 def check_journal_is_there(run_dir: Path, incarnation: int) -> None:
@@ -40,15 +42,20 @@ def open_journal(
     opened = ev.Opened(
         epoch=1, samples_per_prompt=samples, run_id=run_id, needs=tuple(sorted(needs)), num_rows=num_rows
     )
-    before = last_opened(path)
-    is_same_run = before is not None and before.run_id == run_id
-    if path.exists() and not is_same_run and recipe.run.resume != "auto":
-        raise SettingError(f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir")
-    if before is not None:
-        _check_same_data(before, opened, run_dir, recipe.data)
     deadline_s = recipe.comm.deadline_s / 2  # the other processes wait for the hub while it waits for room
     journal = Journal(path, deadline_s, DiskReserve(run_dir))
-    state = replay(path)
+    try:
+        state = recover(path)
+        is_same_run = state.epoch > 0 and state.opened.run_id == run_id
+        if state.epoch and not is_same_run and recipe.run.resume != "auto":
+            raise SettingError(
+                f"run.dir: {run_dir} holds a run; set run.resume=auto to continue it, or another run.dir"
+            )
+        if state.epoch:
+            _check_same_data(state.opened, opened, run_dir, recipe.data)
+    except HeadraceError:
+        journal.close()
+        raise
     event = ev.HubRestarted() if is_same_run else msgspec.structs.replace(opened, epoch=state.epoch + 1)
     stamped = ev.stamped(event, clock.wall())
     journal.append(stamped)

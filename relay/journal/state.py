@@ -22,9 +22,14 @@ if not __debug__:
 
 def apply(event: ev.Event, state: HubState) -> None:
     """Move `state` by one event, in place. Raises AssertionError for an event that is not legal in this state."""
-    counts = (state.num_queued, len(state.queue.ready), len(state.in_training), len(state.queue.at_tasks))
-    state.window.pass_time(event.t, *counts, evaluating=state.evaluations.num_leased > 0)
-    _change(event, state)
+    queue = state.queue
+    num_in_training = len(state.in_training)
+    num_queued = len(state.groups) - num_in_training
+    is_evaluating = state.evaluations.num_leased > 0
+    state.window.pass_time(
+        event.t, num_queued, len(queue.ready), num_in_training, len(queue.at_tasks), evaluating=is_evaluating
+    )
+    _RULES.get(type(event), _change)(event, state)
 
 
 @singledispatch
@@ -35,9 +40,7 @@ def _change(event: ev.Event, state: HubState) -> None:
 @_change.register
 def _(event: ev.Opened, state: HubState) -> None:
     assert event.epoch > state.epoch, f"hub epoch {event.epoch} after {state.epoch}"
-    state.epoch = event.epoch
-    state.samples_per_prompt = event.samples_per_prompt
-    state.run_id = event.run_id
+    state.opened = event
     state.hub_restarts = 0
     state.num_restored = 0
     state.checkpoint_after = -1
@@ -86,9 +89,9 @@ def _(event: ev.Leased, state: HubState) -> None:
         row = group.rows[sample]
         assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
-        state.lease(group.row_id(sample), row, event.holder)
         row.attempt = event.attempt
         row.version = event.version if event.oldest is None else event.oldest
+    state.lease({group.row_id(sample): group.rows[sample] for sample in event.samples}, event.holder)
     state.evaluations.num_leased += len(event.samples) * event.group.is_evaluation
     state.queue.update(group)
     state.incarnations[event.holder] = event.request_id >> 32
@@ -125,7 +128,7 @@ def _(event: ev.Moved, state: HubState) -> None:
         assert row.holder == event.source, f"row {row_id} is held by {row.holder}"
         assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
         state.end_lease(row_id, row)
-        state.lease(row_id, row, event.holder)
+        state.lease({row_id: row}, event.holder)
         row.attempt = attempt
     state.incarnations[event.holder] = event.request_id >> 32
     state.num_moved += len(event.rows) * (event.source != event.holder)
@@ -133,9 +136,13 @@ def _(event: ev.Moved, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.RowReady, state: HubState) -> None:
-    row = state.row(event.row)
-    assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
-    assert not state.lost_storage_ids.intersection(event.units), f"row {event.row} is in a unit that is lost"
+    group = state.groups.get(event.row.group)
+    assert group is not None, f"row {event.row} is not leased"
+    row = group.rows[event.row.sample]
+    assert row.status is RowStatus.LEASED, f"row {event.row} is not leased"
+    is_lost = bool(state.lost_storage_ids) and not state.lost_storage_ids.isdisjoint(event.units)
+    assert not is_lost, f"row {event.row} is in a unit that is lost"
+    is_other_version = row.version != event.version
     state.end_lease(event.row, row)
     row.status = RowStatus.READY
     row.storage_ids = list(event.units)
@@ -147,7 +154,8 @@ def _(event: ev.RowReady, state: HubState) -> None:
     state.window.row_ready()
     state.num_continued += event.num_kept > 0
     state.tokens_kept += event.num_kept
-    state.queue.update(state.groups[event.row.group])
+    if is_other_version or group.is_complete:
+        state.queue.update(group)
 
 
 @_change.register
@@ -320,14 +328,14 @@ def _(event: ev.Handed, state: HubState) -> None:
 @_change.register
 def _(event: ev.Trained, state: HubState) -> None:
     assert event.step == state.step, f"step {event.step} trained while step {state.step} was due"
-    for group_id in state.in_training:
-        group = state.groups.pop(group_id)
-        rows = [group.rows[sample] for sample in group.samples(RowStatus.READY)]
-        state.account.trained += len(rows)
-        state.release(group.row_ids(RowStatus.READY))
-        state.tokens_trained += sum(row.num_tokens for row in rows)
-        state.staleness.update(event.step - row.version for row in rows)
-        state.versions_per_trajectory.update(row.num_versions for row in rows)
+    groups = [state.groups.pop(group_id) for group_id in state.in_training]
+    rows = [row for group in groups for row in group.rows if row.status is RowStatus.READY]
+    if state.tasks:
+        state.release(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
+    state.account.trained += len(rows)
+    state.tokens_trained += sum([row.num_tokens for row in rows])
+    state.staleness.update([event.step - row.version for row in rows])
+    state.versions_per_trajectory.update([row.num_versions for row in rows])
     state.window.end_step(len(state.in_training), event.busy_s, event.waited_s)
     state.in_training.clear()
     state.step = state.step + 1
@@ -384,3 +392,7 @@ def _(event: ev.Ending, state: HubState) -> None:
 @_change.register
 def _(event: ev.Ended, state: HubState) -> None:
     state.ended = event.reason
+
+
+_RULES = _change.registry
+"""The rules by the class of the event: looking them up here is faster than calling `_change`."""

@@ -6,7 +6,7 @@ message about the earlier unit cannot be mistaken for one about the new unit.
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from ...comm.errors import HeadraceError, PeerGone, StorageFull, WaitTimeout, WrongDigest
 from ...comm.messages.base import storage_id_of
+from ...comm.messages.queue import RowRef
 from ...comm.waits import waiting
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COPIES = 2
+MOST_TOGETHER = 64
+"""Most rows in one request: they wait for each other, and those that are read share a buffer."""
 RETRY_S = 0.05
 ANNOUNCED_S = 5.0
 """Seconds within which every process hears of a new unit."""
@@ -30,6 +33,17 @@ ANNOUNCED_S = 5.0
 
 class RowNotFound(HeadraceError):
     """None of a row's units can return it; the message gives the reason for each."""
+
+
+def _by_unit(units_of: Iterable[tuple[str, Sequence[str]]]) -> Iterator[tuple[str, list[str]]]:
+    """(unit, keys of the rows that go to or come from it together) from the units of each row."""
+    keys: dict[str, list[str]] = {}
+    for key, units in units_of:
+        for unit in units:
+            keys.setdefault(unit, []).append(key)
+    for unit, theirs in keys.items():
+        for start in range(0, len(theirs), MOST_TOGETHER):
+            yield unit, theirs[start : start + MOST_TOGETHER]
 
 
 class ReplicatedRows:
@@ -41,13 +55,19 @@ class ReplicatedRows:
         self._failed: set[str] = set()
         self._lock = threading.Lock()
 
-    def put_row(self, key: str, columns: "Columns") -> list[str]:
-        """Write a new row to two units if there are two, the nearest first; returns the units that have it.
+    def put_new(self, rows: Mapping[str, "Columns"]) -> dict[str, list[str]]:
+        """Write new rows together to two units if there are two, the nearest first; returns the units that have each.
 
-        Waits while all are full or dead: a relay's next process brings a new unit. Raises `WaitTimeout`.
+        Where no unit has room for all of them, they go one by one. Waits while all are full or dead: a relay's next process brings a
+        new unit. Raises `WaitTimeout`.
         """
-        with waiting("storage units", f"room for row {key}", self._fleet.settings.deadline_s) as wait:
-            return wait.until(lambda: self.try_put_rows({key: columns}), RETRY_S)
+        if len(rows) > 1 and (units := self.try_put_rows(rows)) is not None:
+            return {key: list(units) for key in rows}
+        held: dict[str, list[str]] = {}
+        for key, columns in rows.items():
+            with waiting("storage units", f"room for row {key}", self._fleet.settings.deadline_s) as wait:
+                held[key] = wait.until(lambda row={key: columns}: self.try_put_rows(row), RETRY_S)
+        return held
 
     def try_put_rows(self, rows: Mapping[str, "Columns"]) -> list[str] | None:
         """Write rows to two units if there are two; returns the units that have them, None if all are full or dead."""
@@ -71,16 +91,42 @@ class ReplicatedRows:
             raise full
         return held
 
-    def add_columns(self, key: str, storage_ids: Iterable[str], columns: "Columns") -> list[str]:
-        """Add columns to a row in all its units; returns the units that have them."""
-        held: list[str] = []
-        for unit in storage_ids:
+    def add_columns(self, rows: Sequence[RowRef], columns: Mapping[str, "Columns"]) -> dict[str, list[str]]:
+        """Add columns to rows, by the rows' keys, in all their units, together those of a unit; returns the units that have them."""
+        held: dict[str, list[str]] = {row.key: [] for row in rows}
+        for unit, keys in _by_unit((row.key, row.storage_ids) for row in rows):
             try:
-                if self._put(unit, {key: columns}):
-                    held.append(unit)
+                if self._put(unit, {key: columns[key] for key in keys}):
+                    for key in keys:
+                        held[key].append(unit)
             except StorageFull as error:
                 self._mark_failed(unit, error)
         return held
+
+    def get_rows(
+        self, rows: Sequence[RowRef], columns: Iterable[str] | None = None
+    ) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, str]]:
+        """Columns of rows, all or those named, by the rows' keys; and the reasons for the rows that none of their units returns.
+
+        Those whose first copies are in one unit are read together. If that fails, each of them is read alone, from any of its units.
+        """
+        names = None if columns is None else list(columns)
+        found: dict[str, dict[str, np.ndarray]] = {}
+        reasons: dict[str, str] = {}
+        for unit, keys in _by_unit((row.key, row.storage_ids[:1]) for row in rows):
+            try:
+                found |= self._client(unit).get_many(keys, names)
+            except PeerGone as error:
+                self._mark_failed(unit, error)
+            except (WrongDigest, KeyError) as error:
+                log.debug("%d rows are read one by one: %s", len(keys), error)
+        for row in rows:
+            if row.key not in found:
+                try:
+                    found[row.key] = self.get_row(row.key, row.storage_ids, names)
+                except RowNotFound as error:
+                    reasons[row.key] = str(error)
+        return found, reasons
 
     def get_row(
         self, key: str, storage_ids: Sequence[str], columns: Iterable[str] | None = None

@@ -26,7 +26,7 @@ from ...comm.errors import StorageFull, WaitTimeout
 from ...comm.messages import Message, QueueRestored, QueueSaved, RestoreQueue, RowRef, SaveQueue
 from ...comm.waits import join_thread, waiting
 from ..checkpoints import MANIFEST, CheckpointFolder
-from .replicated_rows import ReplicatedRows, RowNotFound
+from .replicated_rows import ReplicatedRows
 from .row_file import RowFile, write_rows
 
 log = logging.getLogger(__name__)
@@ -89,12 +89,10 @@ def save_queue(run_dir: Path, order: SaveQueue, storage: ReplicatedRows) -> Queu
     folder = CheckpointFolder(run_dir, "queue")
     columns: dict[str, dict[str, np.ndarray]] = {}
     saved: list[RowRef] = []
+    present, _ = storage.get_rows(order.rows)  # the others are trained meanwhile
     for row in order.rows:
-        try:
-            found = storage.get_row(row.key, row.storage_ids)
-        except RowNotFound:
-            continue  # trained meanwhile
-        if found.get("versions", np.empty(0)).max(initial=0) <= order.step:
+        found = present.get(row.key)
+        if found is not None and found.get("versions", np.empty(0)).max(initial=0) <= order.step:
             saved.append(row)
             columns[row.key] = found
     file = folder.path(order.step) / f"rows-{time.time_ns()}.safetensors"

@@ -31,7 +31,7 @@ from ...comm.messages.run import Stop
 from ...comm.waits import join_thread, waiting
 from .batch import Batch
 from .micro_batches import rounds
-from .replicated_rows import ReplicatedRows, RowNotFound
+from .replicated_rows import ReplicatedRows
 from .requester import POLL_S, RowRequester
 
 if TYPE_CHECKING:
@@ -225,19 +225,14 @@ class RowFetcher:
         planned, forward = (rounds(kinds[kind], self._team.size, self._max_tokens) for kind in (True, False))
         parts = [of_ranks[self._team.rank] for of_ranks in planned + forward]
         batch = Batch(row_batch, parts, num_forward=len(forward))
-        reasons = {row.key: "" for row in row_batch.rows()}
-        for row in batch.rows:
-            try:
-                batch.columns[row.key] = self._storage.get_row(row.key, row.storage_ids, self._columns)
-            except RowNotFound as error:
-                reasons[row.key] = str(error)
-        flags = self._team.true_anywhere([reason != "" for reason in reasons.values()])
+        batch.columns, reasons = self._storage.get_rows(batch.rows, self._columns)
+        flags = self._team.true_anywhere([row.key in reasons for row in row_batch.rows()])
         lost = [row for row, is_lost in zip(row_batch.rows(), flags, strict=True) if is_lost]
         if not lost:
             return batch
         if self._team.rank == 0:
             # Its next request counts without these groups, so the hub has to hear of them before.
-            self._requester.report(lost, next(filter(None, reasons.values()), "another rank found no copy"))
+            self._requester.report(lost, next(iter(reasons.values()), "another rank found no copy"))
         return batch.without({row.row.group for row in lost})
 
 
@@ -326,12 +321,8 @@ class ExperienceStream:
         With several ranks a collective of `caller_team`.
         """
         assert isinstance(batch.row_batch, RowBatch), f"{batch.task} adds no columns"
-        held = {
-            row.key: self._storage.add_columns(
-                row.key, row.storage_ids, {name: column[i] for name, column in columns.items()}
-            )
-            for i, row in enumerate(batch.rows)
-        }
+        values = {row.key: {name: column[i] for name, column in columns.items()} for i, row in enumerate(batch.rows)}
+        held = self._storage.add_columns(batch.rows, values)
         copies = [(row.key, unit) for row in batch.row_batch.rows() for unit in row.storage_ids]
         counts = self._team.all_reduce_sum([float(unit in held.get(key, ())) for key, unit in copies])
         if self._team.rank == 0:

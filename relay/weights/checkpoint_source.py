@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...comm.errors import WrongDigest
 from ..journal.events import Checkpointed, Published
-from ..journal.journal import read_events
+from ..journal.files import read_events
 from .layout import Layout
 from .slots import VersionNotAvailable
 
@@ -31,7 +31,7 @@ class CheckpointSource:
         journal = self._run_dir / "journal.jsonl"
         published = None
         folders = {}
-        for _, event in read_events(journal) if journal.exists() else ():
+        for _, event in read_events(journal, kinds=(Published, Checkpointed)) if journal.exists() else ():
             if isinstance(event, Published) and event.version == version:
                 published = event
             elif isinstance(event, Checkpointed):

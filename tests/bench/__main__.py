@@ -85,6 +85,9 @@ CATALOGUE = (
     Workload("load", "queue", "storage_load.load",
              "64 writers and 8 readers of one storage unit: rows/s, MB/s, memory",
              ("load-rows", "load-bytes", "load-memory")),
+    Workload("rows-through-program", "queue", "rows.through_program",
+             "rows/s of 8,192 tokens from two rollouts over two units, two copies each, to the trainer, by the program's own path",
+             ("rows-through-program", "rows-cpu")),
     Workload("hub-events", "hub", "hub.hub_events", "events/s through the hub's mailbox and journal"),
     Workload("hub-events-4096-groups", "hub", "hub.starving_trainer",
              "the same with 4,096 groups in the queue and a trainer that waits for the first"),
@@ -105,7 +108,9 @@ CATALOGUE = (
              ("restart-hub", "restart-relay", "restart-rollout", "restart-actor")),
     Workload("crowd", "faults", "faults.crowd.crowd",
              "2,000 connections of strangers at a relay's port: steps meanwhile, the relay's memory, files, threads"),
-    Workload("journal-replay", "hub", "hub.journal_replay", "seconds to replay a journal of many events"),
+    Workload("journal-replay", "hub", "hub.journal_replay",
+             "a journal of many events (--events): events/s of its audit, seconds until the next hub has the state, stop for a snapshot",
+             ("journal-replay", "journal-recovery", "journal-snapshot")),
 )  # fmt: skip
 """All workloads, in the order in which they run."""
 

@@ -9,7 +9,7 @@ from support.rollout_play import SAMPLES, ManualRollout, Play
 
 from headrace.comm.messages import RowId
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.files import read_events
 from headrace.relay.journal.state import RowStatus
 
 ENVIRONMENT = '''

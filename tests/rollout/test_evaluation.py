@@ -8,7 +8,7 @@ from support.rollout_play import ManualRollout, Play
 
 from headrace.comm.messages import RowId
 from headrace.comm.recipe import EvalSettings
-from headrace.relay.journal.journal import replay
+from headrace.relay.journal.replay import replay
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
 
 NUM_PROMPTS = 2

@@ -80,7 +80,7 @@ def test_the_versions_of_a_response_are_those_that_drew_its_tokens():
         row = LeasedRow(GROUP.row(0), 1, 0, {}, switches=[(at, i + 1) for i, at in enumerate(positions)])
         assert row.drawn_by() == set(), "unfinished"
         row.completion = Completion(1, [0] * num_prompt, [0] * num_tokens, [0.0] * num_tokens, "stop")
-        assert row.drawn_by() == set(row.token_versions())
+        assert row.drawn_by() == set(row.token_versions().tolist())
 
 
 def test_a_grant_of_an_older_request_goes_back_after_a_change_of_weights(desk: Desk):

@@ -10,7 +10,7 @@ from support.rollout_play import SAMPLES, STREAM_TOKENS, ManualRollout, Play
 from headrace.comm.messages import RowId
 from headrace.comm.messages.base import is_partial
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.files import read_events
 from headrace.rollout.leased_row import LeasedRow
 
 Stage = Callable[..., Play]
@@ -200,7 +200,7 @@ def test_streamed_tokens_leave_the_units_when_their_trajectories_end(stage: Stag
 def test_a_continued_response_names_the_version_of_each_of_its_tokens():
     held = LeasedRow(RowId(0, 1, 2), 1, version=7, row={})
     held.keep(10, [4, 4, 5, 5, 5])
-    assert held.first_versions(10, 8) == [4, 4, 5, 5, 5, 7, 7, 7] and held.num_kept == 5
+    assert held.first_versions(10, 8).tolist() == [4, 4, 5, 5, 5, 7, 7, 7] and held.num_kept == 5
     alone = LeasedRow(RowId(0, 1, 2), 1, version=4, row={})
     alone.keep(10, [4, 4])
-    assert alone.first_versions(10, 3) == [4, 4, 4] and not alone.switches
+    assert alone.first_versions(10, 3).tolist() == [4, 4, 4] and not alone.switches

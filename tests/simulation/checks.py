@@ -2,6 +2,8 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,8 +13,11 @@ from headrace.comm.messages import RowId
 from headrace.comm.recipe import Recipe
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.events import decode_event
-from headrace.relay.journal.journal import replay
+from headrace.relay.journal.files import named_by_place
+from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import replay
+from headrace.relay.journal.snapshots import snapshots_of
 from headrace.relay.journal.state import HubState, apply
 from headrace.relay.queue.schedules import schedule_of
 
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 
 WIDEST_STEPS = 64.0
 """Most steps of groups that may be under way. A step of one group is short beside the time of a group, so some twenty are usual there."""
+_TORN = 3
+"""Each snapshot of this number is torn, as by a power cut."""
 _LOOK_EVERY = 16
 """Events between two looks at what costs much: all rows of all units."""
 
@@ -38,6 +45,7 @@ class Watched(Protocol):
     hub: "Hub | None"
     cluster: "Cluster"
     num_starts: int
+    applied: Counter[str]
 
     def kill(self, name: str, *, is_noticed: bool, down_s: float) -> None: ...
 
@@ -51,6 +59,7 @@ class Checks:
         self.events_left: tuple[str, int, bool] | None = None
         """Events of this kind, or of any, that the hub still writes until it is killed, and whether it dies after the last one or before."""
         self.num_events = 0
+        self.num_snapshots = 0
         self.errors = Errors()
         self.status = ""
         """How the last run ended."""
@@ -69,6 +78,9 @@ class Checks:
     def observe(self, hub: "Hub") -> None:
         """Watch the events of a hub, whose state is that of its journal."""
         journal, state = hub.context.journal, hub.state
+        journal.tail_bytes, journal.part_bytes = 1 << 12, 1 << 14
+        journal.keep = partial(self._keep, journal, journal.keep)  # pyright: ignore[reportAttributeAccessIssue] - of this one journal
+        self.run.applied["hub: begins with a snapshot"] += any(True for _ in snapshots_of(journal.path))
         self._shadow = replay(journal.path)
         assert self._shadow == state, "the hub begins with another state than its journal's"
         self._trained = {step: rows for step, rows in self._trained.items() if step < state.step}
@@ -89,6 +101,14 @@ class Checks:
                 self._die()
 
         journal.append = append  # pyright: ignore[reportAttributeAccessIssue] - of this one journal
+
+    def _keep(self, journal: Journal, keep: Callable[[HubState], None], state: HubState) -> None:
+        """Write a snapshot, and tear some."""
+        keep(state)
+        self.num_snapshots += 1
+        if self.num_snapshots % _TORN == 0:
+            *_, newest = named_by_place(journal.path, "state").values()
+            newest.write_bytes(newest.read_bytes()[:-1])
 
     def _is_last(self, event: ev.Event) -> str:
         """Whether the hub dies `before` or `after` this event; empty if it does not."""

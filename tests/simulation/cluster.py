@@ -309,6 +309,9 @@ class UnitClient:
     def get(self, key: str, columns: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         return self._unit.get(key, columns)
 
+    def get_many(self, keys: Iterable[str], columns: Iterable[str] | None = None) -> dict[str, dict[str, np.ndarray]]:
+        return {key: self._unit.get(key, columns) for key in keys}
+
     def close(self) -> None:
         """Nothing to end."""
 

@@ -25,6 +25,10 @@ from headrace.launch.lab.virtual.world import World
 from headrace.relay.hub.context import HubContext
 from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal import events as ev
+from headrace.relay.journal.files import read_blocks, read_events
+from headrace.relay.journal.hub_state import HubState
+from headrace.relay.journal.snapshots import snapshots_of, write_snapshot
+from headrace.relay.journal.state import apply
 from headrace.rollout.leases import HeldLeases
 
 T = TypeVar("T")
@@ -76,13 +80,42 @@ def test_a_history_repeats_itself_bit_for_bit(seed: int, monkeypatch: pytest.Mon
 
     def read_journal(simulation: FaultyRun) -> None:
         finish(simulation)
-        journal = (simulation.folder / "journal.jsonl").read_bytes()
+        journal = b"".join(lines for _, lines in read_blocks(simulation.folder / "journal.jsonl"))
         digests.append(hashlib.sha256(journal.replace(str(simulation.folder).encode(), b"")).hexdigest())
 
     monkeypatch.setattr(FaultyRun, "run", read_journal)
     for _ in range(2):
         run(history(SeededChooser(seed), steps=20, num_faults=6))
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5, 9])
+def test_a_snapshot_at_any_event_and_the_events_after_it_give_the_state_of_all(
+    seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Of the next snapshot too, which is one of a state that came from a snapshot: nothing is lost that shows only later."""
+    events: list[ev.Event] = []
+    finish = FaultyRun.run
+
+    def read_journal(simulation: FaultyRun) -> None:
+        finish(simulation)
+        events.extend(event for _, event in read_events(simulation.folder / "journal.jsonl"))
+
+    monkeypatch.setattr(FaultyRun, "run", read_journal)
+    run(history(SeededChooser(seed), steps=20, num_faults=6))
+    place = (tmp_path / "journal.jsonl").write_bytes(b'{"event":"HubRestarted"}\n')
+    state, restored, most_held = HubState(), HubState(), 0
+    for number, event in enumerate(events):
+        apply(event, state)
+        apply(event, restored)
+        if number % 7 == seed % 7:
+            write_snapshot(tmp_path / "journal.jsonl", place, restored)
+            ((_, restored),) = snapshots_of(tmp_path / "journal.jsonl")
+        assert restored == state, event
+        for name in ("groups", "unassigned", "grants", "dropped"):
+            assert [*getattr(restored, name)] == [*getattr(state, name)], f"{name}: the order decides who gets what"
+        most_held = max(most_held, len(state.held))
+    assert most_held and len(events) > 100
 
 
 # ------------------------------------------------------------------------------ histories that were broken once

@@ -7,8 +7,8 @@ from headrace.comm.messages import DropRows, LeaseGrant, Message, RestartPoint, 
 from headrace.comm.messages.base import is_partial, process_of
 from headrace.comm.messages.migration import RowsReassigned
 from headrace.relay.journal.hub_state import HubState
-from headrace.relay.journal.journal import replay
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import replay
 
 
 def keep_order(mailbox: Mailbox, journal: Path) -> Mailbox:

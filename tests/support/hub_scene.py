@@ -16,7 +16,9 @@ from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, read_events, replay
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.journal import Journal
+from headrace.relay.journal.replay import recover
 from headrace.relay.journal.state import HubState
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.batch import TRAIN
@@ -116,7 +118,7 @@ class Restart(Scene):
             self.heard(name)
         hub, queue, repack = self.hub, self.hub.results.queue, self.hub.repacking.settings
         self.journal = Journal(self.path)
-        mailbox, state = keep_order(self.mailboxes.open("hub"), self.path), replay(self.path)
+        mailbox, state = keep_order(self.mailboxes.open("hub"), self.path), recover(self.path)
         self.hub = Hub(
             mailbox, state, self.journal, hub.prompts.pool, hub.leases.admission, queue, repack, lambda: self.now
         )

@@ -13,7 +13,8 @@ from support.policies import tiny_policy
 from support.polling import wait_for
 
 from headrace.comm.process_tree import children_of
-from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.replay import replay
 
 DEADLINE_S = 400
 

@@ -24,7 +24,8 @@ from headrace.relay.checkpoints import MANIFEST, CheckpointFolder
 from headrace.relay.dataset.opening import checked_prompts
 from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import JournalError, replay
+from headrace.relay.journal.files import JournalError
+from headrace.relay.journal.replay import replay
 from headrace.relay.queue.batch import Batch
 from headrace.relay.weights import transfer as weights
 from headrace.rollout.engine.sampling import SamplingParams

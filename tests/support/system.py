@@ -19,7 +19,7 @@ from headrace.launch.resume import prepare_folder
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.events import Event, Trained
-from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.files import read_events
 from headrace.rollout import loop as rollout_loop
 from headrace.trainer import loop as trainer_loop
 

@@ -19,7 +19,8 @@ from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal.events import Event, Leased, Opened, Returned
-from headrace.relay.journal.journal import Journal, read_events
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.state import HubState
 from headrace.relay.queue.admission import Admission
 

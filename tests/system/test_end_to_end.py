@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.launch.processes.secret import SECRET_FILE
 from headrace.relay.journal.events import Published, Received
-from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.files import read_events
 from headrace.trainer.policy.model import load_policy
 
 METRICS = (

@@ -45,7 +45,8 @@ from headrace.relay.dataset.order import PromptPool
 from headrace.relay.dataset.rows import JsonLines
 from headrace.relay.hub.hub import Hub
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, replay
+from headrace.relay.journal.journal import Journal
+from headrace.relay.journal.replay import replay
 from headrace.relay.journal.state import HubState, RowStatus
 from headrace.relay.queue.admission import Admission
 from headrace.relay.queue.tasks import pipeline

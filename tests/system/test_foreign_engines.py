@@ -16,7 +16,8 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.processes.role_process import main_of
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
-from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.replay import replay
 from headrace.relay.queue.stream import RunStopped
 from headrace.rollout import loop as rollout_loop
 from headrace.rollout.generators.base import open_generator

@@ -23,7 +23,7 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.recipes.parts import RECIPE as QUICKSTART
 from headrace.launch.recipes.parts import missing_parts
 from headrace.relay.journal.events import Checkpointed, Moved, Opened, Published, Received
-from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.files import read_events
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.xdist_group("hosts")]
 

@@ -9,7 +9,7 @@ from support.job import LONG_TAILS, Job, MakeJob, assert_account_adds_up, child_
 
 from headrace.launch import audit
 from headrace.relay.journal.events import Checkpointed, Ending, Event, HubRestarted, Leased, Moved, Published
-from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.files import read_events
 
 
 def count(run: Job, kind: type[Event]) -> int:

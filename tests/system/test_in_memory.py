@@ -10,7 +10,8 @@ from support.system import PATIENCE_S, System
 from headrace.comm.messages import DropRows, LeaseGrant, LeaseRequest, Stop
 from headrace.comm.recipe import Recipe
 from headrace.relay.journal.events import Leased, Published, Received, Returned, RowReady, TaskHanded
-from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.replay import replay
 from headrace.relay.queue import task_loop
 from headrace.trainer import reference_loop
 from headrace.trainer.replay.replay import replay_steps as train_again

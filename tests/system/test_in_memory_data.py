@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from support.system import System
 
 from headrace.relay.journal.events import GroupRestored, Leased, PromptDropped
-from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.replay import replay
 from headrace.trainer.replay.replay import replay_steps
 
 STEPS = 6

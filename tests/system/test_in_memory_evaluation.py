@@ -9,7 +9,7 @@ from support.system import System
 
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.journal.events import Evaluated, EvaluationBegun, Leased
-from headrace.relay.journal.journal import replay
+from headrace.relay.journal.replay import replay
 from headrace.trainer.replay.replay import replay_steps
 
 REWARD = "def reward(prompts, completions, completion_ids, **rest):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"

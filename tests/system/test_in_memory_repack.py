@@ -20,7 +20,9 @@ from headrace.comm.messages.migration import MigrateOrder, TransferOffered
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.hub import repacking
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import account_dict, read_events, replay
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.replay import replay
 from headrace.rollout.generators.base import GeneratorProfile
 from headrace.rollout.generators.builtin import BuiltinGenerator
 

@@ -9,7 +9,7 @@ import pytest
 from support.job import MakeJob, assert_account_adds_up, child_of
 
 from headrace.relay.journal.events import RowReady
-from headrace.relay.journal.journal import read_events
+from headrace.relay.journal.files import read_events
 
 STREAM_TOKENS, LENGTH = 64, 160
 

@@ -16,7 +16,8 @@ from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import Recipe
 from headrace.launch.resume import choose_point
 from headrace.relay.journal.events import Checkpointed, Ended
-from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.replay import replay
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer.progress import progress_line
 

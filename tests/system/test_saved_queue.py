@@ -23,7 +23,9 @@ from headrace.comm.waits import waiting
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.events import Ending, GroupRestored, Leased, Opened
-from headrace.relay.journal.journal import account_dict, read_events, replay
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.replay import replay
 from headrace.relay.journal.state import RowStatus
 from headrace.relay.queue.saved_queue import SavedList
 from headrace.rollout.generators.base import open_generator

@@ -11,8 +11,8 @@ import pytest
 from support.job import Job, MakeJob, child_of, descendants_of
 
 from headrace.relay.journal.events import Trained
+from headrace.relay.journal.files import read_events
 from headrace.relay.journal.hub_state import HubState
-from headrace.relay.journal.journal import read_events
 from headrace.relay.journal.state import apply
 
 PROMPTS_PER_STEP = 4

@@ -17,7 +17,9 @@ from headrace.comm.recipe import Recipe
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.hub.hub import MAX_RESTARTS_IN_STEP
 from headrace.relay.journal.events import Event, Handed, Published, Trained, TrainerRestarted
-from headrace.relay.journal.journal import account_dict, read_events, replay
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.hub_state import account_dict
+from headrace.relay.journal.replay import replay
 from headrace.trainer import loop as trainer_loop
 
 EXACT: dict[str, object] = {

@@ -16,8 +16,9 @@ from headrace.comm.recipe import Recipe
 from headrace.relay import loop as relay_loop
 from headrace.relay.hub import loop as hub_loop
 from headrace.relay.journal.events import Event, Published, Received, Trained
-from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.hub_state import account_dict
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import replay
 from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.stream import AfterLastStep
 from headrace.rollout import loop as rollout_loop

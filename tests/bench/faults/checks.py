@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.relay.journal.journal import JournalError, replay
+from headrace.relay.journal.files import JournalError
+from headrace.relay.journal.replay import replay
 
 from .job import FaultyJob
 from .processes import processes_of

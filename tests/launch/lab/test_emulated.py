@@ -170,7 +170,7 @@ def test_emulated_devices_run_in_the_real_system_on_the_same_lengths(tmp_path: P
 def group_numbers(system: System) -> list[int]:
     """The numbers of the trajectories of the first step's batch."""
     from headrace.relay.journal.events import Handed
-    from headrace.relay.journal.journal import read_events
+    from headrace.relay.journal.files import read_events
 
     handed = [e for _, e in read_events(system.dir / "journal.jsonl") if isinstance(e, Handed) and e.step == 0]
     groups = [group for event in handed for group in event.groups]

@@ -18,7 +18,8 @@ from headrace.launch.lab.virtual.run import VirtualRun
 from headrace.launch.lab.virtual.world import OwnClock, World, WorldClock
 from headrace.launch.report.timeline import Timeline
 from headrace.relay.journal.events import Leased, Moved, Received
-from headrace.relay.journal.journal import read_events, replay
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.replay import replay
 from headrace.relay.queue.schedules import SCHEDULES
 
 

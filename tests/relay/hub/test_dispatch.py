@@ -25,7 +25,7 @@ from headrace.comm.messages import (
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import AlgorithmSettings, QueueSettings, TaskSettings
 from headrace.relay.hub.hub import MAX_RESTARTS_IN_STEP
-from headrace.relay.journal.journal import replay
+from headrace.relay.journal.replay import replay
 from headrace.relay.queue.tasks import Task, pipeline
 
 MakeScene = Callable[..., Scene]

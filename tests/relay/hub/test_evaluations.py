@@ -25,7 +25,8 @@ from headrace.comm.messages import (
 from headrace.comm.messages.migration import ClaimRows
 from headrace.comm.recipe import EvalSettings
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import read_events, replay
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.replay import replay
 from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
 
 PROMPTS = 6

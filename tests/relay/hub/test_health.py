@@ -14,8 +14,8 @@ from headrace.relay.hub import health
 from headrace.relay.hub.health import FIRST_ALARM_S, PATIENCE_S
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import replay
 from headrace.relay.journal.records import Losses
+from headrace.relay.journal.replay import replay
 
 
 class Run(Scene):

@@ -38,8 +38,10 @@ from headrace.relay.dataset.order import PromptPool
 from headrace.relay.dataset.rows import MAX_ROW_BYTES, JsonLines
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import JournalError, cut_after, read_events, replay, steps_in
+from headrace.relay.journal.cutting import cut_after, steps_in
+from headrace.relay.journal.files import JournalError, read_events
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import replay
 
 
 @pytest.fixture

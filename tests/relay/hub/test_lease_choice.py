@@ -9,7 +9,7 @@ from support.hub_scene import Scene
 from headrace.comm.messages import GroupId, LeaseRequest, RowRef, RowsStreamed
 from headrace.relay.hub.lease_choice import Choice, LeaseChooser
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import replay
+from headrace.relay.journal.replay import replay
 
 
 class Rules(Scene):

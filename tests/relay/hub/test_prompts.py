@@ -25,7 +25,8 @@ from headrace.relay.dataset.user_rows import UserRows
 from headrace.relay.hub import prompts
 from headrace.relay.hub.prompts import Curriculum
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import read_events, replay
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.replay import replay
 
 
 @pytest.fixture

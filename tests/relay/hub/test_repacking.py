@@ -15,8 +15,8 @@ from headrace.comm.messages.migration import ClaimResult, ClaimRows, MigrateOrde
 from headrace.comm.recipe import RepackSettings
 from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import replay
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import replay
 
 PERIOD_S = RepackSettings().period_s
 PATIENCE_S = 10.0

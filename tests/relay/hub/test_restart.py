@@ -16,6 +16,7 @@ from headrace.comm.messages import (
     LeaseRequest,
     ListStoredRows,
     RequestRows,
+    RestoreQueue,
     RowDone,
     StepTrained,
     Stop,
@@ -25,8 +26,8 @@ from headrace.comm.messages import (
 from headrace.relay.hub.loop import HubLoop
 from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import last_opened
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import recover
 
 FIRST = 1 << 32
 """The number before the first request of a process's first incarnation."""
@@ -97,6 +98,16 @@ def test_relays_drop_the_rows_that_nothing_needs(scene: Restart):
     assert scene.heard("relay-0") == [DropRows(needless)]
 
 
+def test_the_units_of_a_resumed_run_are_not_asked_for_rows_that_nothing_needs(scene: Restart):
+    """They have the rows of the saved queue alone, and a partial row of a group that is wanted is needed."""
+    scene.hub.context.commit(ev.Checkpointed(step=0, path="step_0"))
+    scene.hub.context.commit(ev.Opened(epoch=scene.hub.state.epoch + 1, samples_per_prompt=2))
+    for start in ("the first hub of the run", "one that died before it had the answer"):
+        HubLoop(scene.hub, scene.join("hub")).recover()
+        assert scene.heard("relay-0") == [RestoreQueue(0)], start
+        scene.hub.context.commit(ev.HubRestarted())
+
+
 def test_repeated_reports_change_nothing(scene: Restart):
     grants = [scene.lease(request=FIRST + n) for n in (1, 2)]
     for grant in grants:
@@ -161,10 +172,9 @@ def test_at_the_end_the_next_process_of_a_dead_rollout_does_not_answer_for_its_r
 
 
 def test_the_run_that_opened_a_journal_is_found_again(scene: Restart):
-    assert last_opened(scene.path.with_name("none")) is None
     scene.hub.context.commit(ev.Opened(epoch=2, samples_per_prompt=2, run_id="a run"))
     scene.lease(request=FIRST + 1)
     with scene.path.open("ab") as file:
         file.write(b'{"event":"Opened","epoch":3,"run_id":"torn')
-    opened = last_opened(scene.path)
-    assert opened is not None and (opened.epoch, opened.run_id) == (2, "a run")
+    opened = recover(scene.path).opened
+    assert (opened.epoch, opened.run_id) == (2, "a run")

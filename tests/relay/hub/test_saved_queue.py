@@ -23,8 +23,9 @@ from headrace.comm.messages.base import GroupId
 from headrace.relay.hub import saved_queue
 from headrace.relay.hub.saved_queue import PATIENCE_S
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import account_dict, replay
+from headrace.relay.journal.hub_state import account_dict
 from headrace.relay.journal.records import RowStatus
+from headrace.relay.journal.replay import replay
 
 UNIT = ["relay-0#1"]
 

@@ -7,8 +7,11 @@ import pytest
 
 from headrace.comm.messages import GroupId, RowId
 from headrace.relay.journal import events as ev
+from headrace.relay.journal.cutting import cut_after
 from headrace.relay.journal.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
-from headrace.relay.journal.journal import Journal, cut_after, read_events, replay
+from headrace.relay.journal.files import read_events
+from headrace.relay.journal.journal import Journal
+from headrace.relay.journal.replay import replay
 from headrace.relay.journal.state import HubState, apply
 
 

@@ -13,8 +13,10 @@ from headrace.comm.recipe import BatchSettings, DataSettings, Recipe, RunSetting
 from headrace.launch.resume import choose_point, prepare_folder
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import Journal, JournalError, last_opened, read_events, replay
+from headrace.relay.journal.files import JournalError, read_events
+from headrace.relay.journal.journal import Journal
 from headrace.relay.journal.opening import check_journal_is_there, open_journal
+from headrace.relay.journal.replay import recover, replay
 from headrace.relay.journal.state import HubState
 
 
@@ -49,8 +51,8 @@ def recipe_of(run_dir: Path, mode: str = "auto") -> Recipe:
 
 def resume(run_dir: Path, run_id: str = "second", num_rows: tuple[int, ...] = ()) -> tuple[HubState, Journal]:
     """The work of the launcher, unless the hub is started again within the run; then the work of the hub."""
-    recipe, opened = recipe_of(run_dir), last_opened(run_dir / "journal.jsonl")
-    if opened is None or opened.run_id != run_id:
+    recipe, journal = recipe_of(run_dir), run_dir / "journal.jsonl"
+    if not journal.exists() or recover(journal).opened.run_id != run_id:
         prepare_folder(recipe)
     return open_journal(recipe, (), run_id, Clock(), num_rows)
 
@@ -70,6 +72,20 @@ def test_a_power_cut_while_a_run_is_resumed_leaves_a_run_that_can_be_resumed_fro
     for left in cuts.left:
         assert choose_point(recipe_of(left))[:2] == (2, 2), left
         assert resumed_at(left, "third") == (2, 2, 2), left
+
+
+def test_a_run_without_an_old_file_of_its_journal_is_not_resumed_and_the_file_is_named(tmp_path: Path):
+    run_dir = interrupted_run(tmp_path / "run")
+    journal = Journal(run_dir / "journal.jsonl")
+    journal.part_bytes = 0
+    journal.keep(recover(journal.path))
+    journal.close()
+    assert choose_point(recipe_of(run_dir))[:2] == (2, 2)
+    (run_dir / "journal/0.jsonl").unlink()
+    with pytest.raises(
+        SettingError, match=r"run\.resume: .*the file that begins with byte 0 of the journal is missing"
+    ):
+        choose_point(recipe_of(run_dir))
 
 
 def test_the_lines_that_a_resumed_run_gives_up_are_kept_beside_its_journal(tmp_path: Path):

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.comm.messages import GroupId, RowId, RowRef
 from headrace.relay.journal import events as ev
-from headrace.relay.journal.journal import replay
 from headrace.relay.journal.records import QueueIndex, RowStatus
+from headrace.relay.journal.replay import replay
 from headrace.relay.journal.state import HubState, apply
 
 GROUP = GroupId(0, 7)

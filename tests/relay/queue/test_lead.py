@@ -13,7 +13,7 @@ from headrace.launch.lab.emulated import generator as emulated
 from headrace.launch.lab.emulated.rewards import EmulatedRewards
 from headrace.launch.lab.settings import LabSettings
 from headrace.launch.lab.virtual.run import VirtualRun
-from headrace.relay.journal.journal import replay
+from headrace.relay.journal.replay import replay
 from headrace.rollout.leased_row import LeasedRow
 
 STEPS, GROUPS, SAMPLES = 20, 32, 2

@@ -38,7 +38,7 @@ class Run:
         """A row in the unit: finished, or the first tokens of one."""
         row = RowRef(RowId(0, 7, sample), 2, [], version, 4, reward=float(not is_partial), is_partial=is_partial)
         columns = {"response_ids": np.arange(sample, sample + 4, dtype=np.int32), "versions": np.full(4, version)}
-        return replace(row, storage_ids=self.storage.put_row(row.key, columns))
+        return replace(row, storage_ids=self.storage.put_new({row.key: columns})[row.key])
 
 
 @pytest.fixture

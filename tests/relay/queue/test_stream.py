@@ -94,7 +94,7 @@ class Scene:
         n = len(lengths)
         group = GroupRef(GroupId(0, prompt), list(range(n)), [3] * n, [[self.name]] * n, [0] * n, lengths, [reward] * n)
         for i in set(range(n)) - set(absent):
-            self.storage[0].put_row(group.rows()[i].key, {"response_ids": np.full(lengths[i], prompt)})
+            self.storage[0].put_new({group.rows()[i].key: {"response_ids": np.full(lengths[i], prompt)}})
         return group
 
     def answer(self, *groups: GroupRef, total: int) -> None:
