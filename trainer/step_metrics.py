@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
-    "router_loss", "staleness", "prompts_with_turns", "prompts_looked_at",
+    "router_loss", "staleness", "row_tokens", "tree_tokens", "prompts_with_turns", "prompts_looked_at",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -103,6 +103,12 @@ class StepMetrics:
         difference = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO)[mask & ~batch.is_fresh]
         self._add(stale_kl=(difference.exp() - 1 - difference).sum())
 
+    def add_packed(self, batch: PackedBatch, *, is_real: bool) -> None:
+        """Count the tokens of a micro-batch, and those that are computed for them; none where it only keeps other ranks company."""
+        if is_real:
+            num_tokens = len(batch.token_ids)
+            self._add(row_tokens=num_tokens, tree_tokens=num_tokens if batch.tree is None else len(batch.tree.token_ids))
+
     def add_router_loss(self, router_loss: Tensor) -> None:
         """Add the load-balancing loss of a micro-batch, times its weight."""
         self._add(router_loss=router_loss)
@@ -138,6 +144,7 @@ class StepMetrics:
             "actor/pg_clipfrac": s["clipped"] / n,
             "actor/ppo_kl": s["ppo_kl"] / n,
             "actor/kl_loss": s["kl"] / n,
+            "actor/tree_ratio": s["row_tokens"] / max(s["tree_tokens"], 1.0),
             "actor/non_finite_tokens": s["non_finite"],
             "is/mean": s["ratio"] / n,
             "is/max": self._maxima["ratio"],

@@ -1,20 +1,22 @@
 """Everything in float64: what models and losses round to float32 on the way is not."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+
+from headrace.trainer.policy.model import Policy
 
 
-class InFloat64(TorchFunctionMode):
-    """Inside, `float32` means float64 wherever PyTorch is called with it, and `.float()` is `.double()`."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
-        return func(*wide, **named)
+@contextmanager
+def in_float64(*policies: Policy) -> Iterator[None]:
+    """Inside, these policies are in float64, and `torch.float32` and `.float()` mean it too, for those who ask PyTorch for them."""
+    for policy in policies:
+        policy.double()
+        policy.config._experts_implementation = "eager"  # the fused products of experts take no float64
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield

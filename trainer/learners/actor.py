@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm.disk import say
@@ -16,9 +17,9 @@ from ..actor_group import ActorGroup
 from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import LossTerms, policy_loss
 from ..algorithms.router_loss import load_balancing_loss
-from ..batch import PADDING_TRAJECTORY, PackedBatch, TrajectoryBatch, check_tokens, pack, trainable
+from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, TrajectoryBatch, check_tokens, pack, trainable
 from ..checkpoint import TrainingState, load_state
-from ..logprobs import packed_logprobs, response_logprobs
+from ..logprobs import longest_in_tree, packed_logprobs, response_logprobs
 from ..policy.adapter_files import AdapterBase, check_adapter
 from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
@@ -151,7 +152,8 @@ class Actor:
             for number, rows in enumerate(micro_batches):
                 needs_gradient = number < len(micro_batches) - batch.batch.num_forward
                 is_updated = bool(self.updates)
-                packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, is_updated=is_updated)
+                packed = self.pack(rows, is_updated=is_updated)
+                stats.add_packed(packed, is_real=bool(rows))
                 logprobs = self._backward(packed, stats, needs_gradient=needs_gradient and not self.is_frozen)
                 if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
                     for row, own in zip(rows, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
@@ -159,6 +161,12 @@ class Actor:
             self._num_groups += len(batch.batch.row_batch.groups)
             if self._num_groups in self.recipe.batch.update_ends[:-1]:
                 self._update()
+
+    def pack(self, rows: list[Trajectory], *, is_updated: bool) -> PackedBatch:
+        """A micro-batch of this rank, which may have no rows."""
+        longest = longest_in_tree(self.policy, self.recipe)
+        rows = rows or [PADDING_TRAJECTORY]
+        return pack(rows, self.version, self.group.device, is_updated=is_updated, longest_in_tree=longest)
 
     def _backward(self, batch: PackedBatch, stats: StepMetrics, *, needs_gradient: bool) -> Tensor:
         """Add the gradient of a micro-batch, unless it has none, and its figures; returns its log-probs [R]."""
@@ -188,6 +196,9 @@ class Actor:
         if not router_logits:
             return logprobs, terms, None
         # Of this micro-batch alone: an update has the mean of its micro-batches, by their weights.
+        if batch.tree is not None:  # a shared token counts as often as it is in rows
+            nodes = torch.from_numpy(batch.tree.row_nodes).to(self.group.device)
+            router_logits = [F.embedding(nodes, logits) for logits in router_logits]
         router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
         loss = terms.loss + router_coef * terms.weight * router_loss
         return logprobs, terms._replace(loss=loss), router_loss.detach() * terms.weight

@@ -25,8 +25,10 @@ from .exact.decoder import ExactDecoder
 from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
 from .lm_head import LogitsHead
 from .loading import read_weights
+from .prefix_tree import PrefixTree
 from .rope import LongRope, RopeRows
 from .tensor_parallel import TensorParallel, splits_for
+from .tree_attention import TreeAttention
 
 transformers_logging.disable_progress_bar()
 
@@ -142,6 +144,21 @@ class Policy(nn.Module):
             return self._forward_sequences(token_ids, lengths)
         hidden = self._forward_sequences(token_ids[passes.tokens.to(token_ids.device)], passes.lengths)
         return hidden[passes.results.to(hidden.device)]
+
+    @property
+    def longest_in_tree(self) -> int:
+        """Tokens of the longest row that `forward_tree` computes like `forward_packed`; 0 where it computes none.
+
+        In exact mode each row has its own products, and a LongRoPE policy computes a token in longer rows with other frequencies.
+        """
+        if self.exact is not None:
+            return 0
+        return self.context if self.rope.switch is None else self.rope.switch
+
+    def forward_tree(self, tree: PrefixTree) -> Tensor:
+        """Hidden states [N, hidden] of the tokens of a trie of rows. Differentiable."""
+        token_ids, positions = (torch.from_numpy(x).to(self.device, torch.long) for x in (tree.token_ids, tree.positions))
+        return self(token_ids, positions, TreeAttention(tree, token_ids.device))
 
     def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
         rows = [self.rope.of_chunk(0, length, length) for length in lengths]
