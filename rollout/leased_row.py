@@ -115,6 +115,7 @@ class LeasedRow:
             num_versions=len(versions) or 1,
             failure=self.failure,
             num_kept=self.num_kept,
+            num_prompt_tokens=len(done.prompt_ids) if done else 0,
         )
 
     def columns(self) -> dict[str, np.ndarray]:

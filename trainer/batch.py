@@ -11,7 +11,8 @@ from torch import Tensor
 from ..comm.errors import SettingError
 from ..comm.messages.queue import RowRef
 from ..relay.queue.batch import Batch
-from .policy.prefix_tree import PrefixTree, worthwhile_tree
+from ..relay.queue.micro_batches import LEAST_RATIO, SHORTEST_PREFIX
+from .policy.prefix_tree import PrefixTree
 
 _log = logging.getLogger(__name__)
 
@@ -195,9 +196,7 @@ def pack(
         s + len(t.prompt_ids) - 1 + np.arange(len(t.response_ids)) for s, t in zip(starts, trajectories, strict=False)
     ]
     indices = np.concatenate(predictors)
-    tree = None
-    if len(trajectories) > 1 and max(lengths) <= longest_in_tree:
-        tree = worthwhile_tree([np.concatenate([t.prompt_ids, t.response_ids]) for t in trajectories])
+    tree = _tree(trajectories) if max(lengths) <= longest_in_tree else None
     if tree is not None:
         indices = tree.row_nodes[indices]
     versions = [np.full(len(t.response_ids), t.version) if t.versions is None else t.versions for t in trajectories]
@@ -231,3 +230,9 @@ def pack(
         values=optional([t.values for t in trajectories]),
         returns=optional([t.returns for t in trajectories]),
     )
+
+
+def _tree(trajectories: list[Trajectory]) -> PrefixTree | None:
+    """The trie of trajectories; None where they have too little in common to gain time by it."""
+    tree = PrefixTree.of([np.concatenate([t.prompt_ids, t.response_ids]) for t in trajectories], SHORTEST_PREFIX)
+    return tree if tree.ratio >= LEAST_RATIO else None

@@ -107,7 +107,9 @@ class StepMetrics:
         """Count the tokens of a micro-batch, and those that are computed for them; none where it only keeps other ranks company."""
         if is_real:
             num_tokens = len(batch.token_ids)
-            self._add(row_tokens=num_tokens, tree_tokens=num_tokens if batch.tree is None else len(batch.tree.token_ids))
+            self._add(
+                row_tokens=num_tokens, tree_tokens=num_tokens if batch.tree is None else len(batch.tree.token_ids)
+            )
 
     def add_router_loss(self, router_loss: Tensor) -> None:
         """Add the load-balancing loss of a micro-batch, times its weight."""

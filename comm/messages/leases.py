@@ -97,6 +97,7 @@ class RowDone(Message, frozen=True):
     num_versions: int = 1
     failure: str = ""
     num_kept: int = 0
+    num_prompt_tokens: int = 0
 
 
 class SampleScored(Message, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from ...comm.messages.queue import (
 from ...comm.messages.run import Stop
 from ...comm.waits import join_thread, waiting
 from .batch import Batch
-from .micro_batches import rounds
+from .micro_batches import tree_rounds
 from .replicated_rows import ReplicatedRows, RowNotFound
 from .requester import POLL_S, RowRequester
 
@@ -98,7 +98,7 @@ class SingleRank:
 class RowFetcher:
     """A thread that requests rows and fetches this rank's share of them ahead of `next`.
 
-    `max_tokens` is the size of a micro-batch. `steps` are the optimizer steps to take groups for; the thread ends with the last.
+    `max_tokens` is the size of a micro-batch; rows of up to `longest_in_tree` tokens are computed together. `steps` are the optimizer steps to take groups for; the thread ends with the last.
     The caller has the evaluations up to version `evaluated`.
     """
 
@@ -110,6 +110,7 @@ class RowFetcher:
         team: ThreadTeam,
         *,
         max_tokens: int,
+        longest_in_tree: int,
         steps: range,
         evaluated: int,
         needs_gradient: NeedsGradient,
@@ -119,6 +120,7 @@ class RowFetcher:
         self._columns = columns
         self._team = team
         self._max_tokens = max_tokens
+        self._longest_in_tree = longest_in_tree
         self._steps = steps
         self._evaluated = evaluated
         self._needs_gradient = needs_gradient
@@ -222,7 +224,8 @@ class RowFetcher:
         kinds: dict[bool, list[RowRef]] = {True: [], False: []}
         for group in row_batch.groups:
             kinds[self._needs_gradient(group)] += group.rows()
-        planned, forward = (rounds(kinds[kind], self._team.size, self._max_tokens) for kind in (True, False))
+        sizes = (self._team.size, self._max_tokens, self._longest_in_tree)
+        planned, forward = (tree_rounds(kinds[kind], *sizes) for kind in (True, False))
         parts = [of_ranks[self._team.rank] for of_ranks in planned + forward]
         batch = Batch(row_batch, parts, num_forward=len(forward))
         reasons = {row.key: "" for row in row_batch.rows()}
@@ -257,7 +260,8 @@ class ExperienceStream:
     """Batches of `tasks`, the first in the list first, until the hub ends the run. The module's docstring has an example.
 
     `steps` are the optimizer steps to take groups for, if `train` is one of the tasks; the stream ends with the last.
-    The caller has the evaluations up to version `evaluated`. Rows of groups that are not `needs_gradient` are the last ones of
+    The caller has the evaluations up to version `evaluated`. Micro-batches have up to `max_tokens` tokens, as `tree_rounds` counts them for
+    `longest_in_tree`. Rows of groups that are not `needs_gradient` are the last ones of
     their batch, in micro-batches of their own.
     """
 
@@ -270,6 +274,7 @@ class ExperienceStream:
         *,
         steps: range = range(0),
         max_tokens: int = 1 << 14,
+        longest_in_tree: int = 0,
         evaluated: int = -1,
         needs_gradient: NeedsGradient = lambda _: True,
         thread_team: ThreadTeam | None = None,
@@ -284,7 +289,8 @@ class ExperienceStream:
         self._requester = RowRequester(mailbox, tasks, max_tokens * team.size, deadline_s)
         self._fetcher = RowFetcher(
             self._requester, storage, columns, team,
-            max_tokens=max_tokens, steps=steps, evaluated=evaluated, needs_gradient=needs_gradient,
+            max_tokens=max_tokens, longest_in_tree=longest_in_tree, steps=steps, evaluated=evaluated,
+            needs_gradient=needs_gradient,
         )  # fmt: skip
 
     def start(self) -> "ExperienceStream":

@@ -107,6 +107,7 @@ def group_ref_of(group: Group, samples: list[int]) -> GroupRef:
         versions=[row.version for row in rows],
         num_tokens=[row.num_tokens for row in rows],
         rewards=[row.reward for row in rows],
+        num_prompt_tokens=min((row.num_prompt_tokens for row in rows), default=0),
     )
 
 

@@ -46,6 +46,8 @@ class Actor:
         self.policy = group.load(recipe, self.adapter_base)
         if recipe.generator.exact:
             self.policy.make_exact(getattr(torch, recipe.model.compute_type))
+        self.longest_in_tree = longest_in_tree(self.policy, recipe)
+        """Tokens of the longest row that may share its first ones with others; 0 computes each row alone."""
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
@@ -164,9 +166,8 @@ class Actor:
 
     def pack(self, rows: list[Trajectory], *, is_updated: bool) -> PackedBatch:
         """A micro-batch of this rank, which may have no rows."""
-        longest = longest_in_tree(self.policy, self.recipe)
         rows = rows or [PADDING_TRAJECTORY]
-        return pack(rows, self.version, self.group.device, is_updated=is_updated, longest_in_tree=longest)
+        return pack(rows, self.version, self.group.device, is_updated=is_updated, longest_in_tree=self.longest_in_tree)
 
     def _backward(self, batch: PackedBatch, stats: StepMetrics, *, needs_gradient: bool) -> Tensor:
         """Add the gradient of a micro-batch, unless it has none, and its figures; returns its log-probs [R]."""

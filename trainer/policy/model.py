@@ -157,7 +157,9 @@ class Policy(nn.Module):
 
     def forward_tree(self, tree: PrefixTree) -> Tensor:
         """Hidden states [N, hidden] of the tokens of a trie of rows. Differentiable."""
-        token_ids, positions = (torch.from_numpy(x).to(self.device, torch.long) for x in (tree.token_ids, tree.positions))
+        token_ids, positions = (
+            torch.from_numpy(x).to(self.device, torch.long) for x in (tree.token_ids, tree.positions)
+        )
         return self(token_ids, positions, TreeAttention(tree, token_ids.device))
 
     def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:

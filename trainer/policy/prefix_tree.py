@@ -6,14 +6,10 @@ alone. A causal policy computes the same hidden state for a shared token in each
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-
-SHORTEST = 4
-"""Tokens that rows must have in common beyond those that they share with others: a branch costs a few calls in each layer."""
-_LEAST_RATIO = 1.05
-"""Tokens of rows for each of the trie's, at least: with fewer in common the attention of whole rows is faster."""
 
 
 class Branch(NamedTuple):
@@ -50,10 +46,13 @@ class PrefixTree:
     stems: list[Stem]
 
     @classmethod
-    def of(cls, rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> "PrefixTree":
-        """The trie of rows of token ids, none of them negative; `shortest` as `SHORTEST`."""
+    def of(cls, rows: Sequence[np.ndarray], shortest: int = 1) -> "PrefixTree":
+        """The trie of rows of token ids, none of them negative.
+
+        Rows branch where they have at least `shortest` tokens more in common than with others; fewer are in each of them.
+        """
         order = sorted(range(len(rows)), key=lambda index: rows[index].astype(">i4").tobytes())
-        common = [0, *(_common(rows[a], rows[b]) for a, b in zip(order, order[1:], strict=False))]
+        common = [0, *(_common(rows[a], rows[b]) for a, b in pairwise(order))]
         intervals = _intervals(common, shortest)
         branches: list[Branch] = []
         nodes: dict[int, np.ndarray] = {}
@@ -83,12 +82,6 @@ class PrefixTree:
         """The trie's token for each token of a branch's row."""
         start = sum(self.lengths[: branch.row])
         return self.row_nodes[start : start + self.lengths[branch.row]]
-
-
-def worthwhile_tree(rows: Sequence[np.ndarray]) -> PrefixTree | None:
-    """The trie of rows, or None where they have too little in common to gain time by it."""
-    tree = PrefixTree.of(rows)
-    return tree if tree.ratio >= _LEAST_RATIO else None
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

@@ -84,7 +84,9 @@ class TreeAttention:
         """For each token of the tree its place in the classes."""
         queries = np.concatenate([part.queries.cpu().numpy().ravel() for part in self._row_classes])
         inverse = np.empty(len(self._tree.token_ids), np.int64)
-        inverse[queries[::-1]] = np.arange(len(queries))[::-1]  # the last one wins: the first of those that padding repeats
+        inverse[queries[::-1]] = np.arange(len(queries))[
+            ::-1
+        ]  # the last one wins: the first of those that padding repeats
         return torch.from_numpy(inverse).to(self._device)
 
     @cached_property
@@ -141,10 +143,11 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention, scale: float) -> Tensor:
         classes, inverse = plan.own
-        parts = [
-            _attend(*(part.batch(x) for x in (query, key, value)), scale, is_causal=True) for part in classes
-        ]
-        out, lse = (torch.cat([x.transpose(1, 2).flatten(0, 1) for x in found]).index_select(0, inverse) for found in zip(*parts, strict=True))
+        parts = [_attend(*(part.batch(x) for x in (query, key, value)), scale, is_causal=True) for part in classes]
+        out, lse = (
+            torch.cat([x.transpose(1, 2).flatten(0, 1) for x in found]).index_select(0, inverse)
+            for found in zip(*parts, strict=True)
+        )
         for stem in plan.stems:
             o, l = _attend(_heads(query, stem.queries), _heads(key, stem.keys), _heads(value, stem.keys), scale)
             o, l = o[0].transpose(0, 1), l[0].t()
@@ -168,7 +171,10 @@ class _MergedAttention(torch.autograd.Function):
             grad = part.batch(grads[0]) * part.is_real.view(part.shape)[:, None, :, None]
             q, k, v, o, l = (part.batch(x) for x in (query, key, value, out, lse[..., None]))
             found.append(_attend_backward(grad, q, k, v, o, l[..., 0], ctx.scale, is_causal=True))
-        sums = [torch.cat([x.transpose(1, 2).flatten(0, 1) for x in of]).index_select(0, inverse) for of in zip(*found, strict=True)]
+        sums = [
+            torch.cat([x.transpose(1, 2).flatten(0, 1) for x in of]).index_select(0, inverse)
+            for of in zip(*found, strict=True)
+        ]
         for stem in plan.stems:
             grad, q, o, l = (_heads(x, stem.queries) for x in (grads[0], query, out, lse[..., None]))
             k, v = (_heads(x, stem.keys) for x in (key, value))
@@ -180,10 +186,14 @@ class _MergedAttention(torch.autograd.Function):
         return of_query, of_key, of_value, None, None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention and the log-sum-exp of its scores, in fp32 at least; query [B, heads, q, d], key and value [B, kv_heads, s, d]."""
     if not _takes_products(query, key, is_causal):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=scale
+        )
         return _wide(out), lse
     folded = _folded(query, key)
     outs, sums = [], []
@@ -198,7 +208,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causa
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float, *, is_causal: bool = False
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in fp32 at least, for the output and the log-sum-exp [B, heads, q] over all parts."""
     if not _takes_products(query, key, is_causal):
@@ -237,7 +255,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Tensor
 
 def _chunks(folded: Tensor, key: Tensor) -> Iterator[slice]:
     """The rows whose scores are made at a time."""
-    size = len(folded) 
+    size = len(folded)
     rows = folded.shape[2] if size > 1 else max(1, _SCORES // key.shape[2])
     return (slice(start, start + rows) for start in range(0, folded.shape[2], rows))
 

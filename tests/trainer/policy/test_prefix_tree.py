@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.trainer.policy import tree_attention
 from headrace.trainer.policy.attention import AttentionSpec, PackedAttention
 from headrace.trainer.policy.model import Policy, load_policy
-from headrace.trainer.policy.prefix_tree import PrefixTree, worthwhile_tree
+from headrace.trainer.policy.prefix_tree import PrefixTree
 
 PIECES = st.lists(st.integers(0, 2), max_size=6)
 
@@ -37,9 +37,7 @@ def branching(depth: int, seed: int = 0, length: int = 13) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     rows = [np.zeros(0, np.int32)]
     for _ in range(depth):
-        rows = [
-            np.concatenate([row, rng.integers(4, 99, rng.integers(1, length))]) for row in rows for _ in range(2)
-        ]
+        rows = [np.concatenate([row, rng.integers(4, 99, rng.integers(1, length))]) for row in rows for _ in range(2)]
         rows = [np.concatenate([rng.integers(4, 99, 40), row]) for row in rows[:1]] + rows[1:] if depth > 5 else rows
     prompt = rng.integers(4, 99, 30)
     return [np.concatenate([prompt, row]).astype(np.int32) for row in rows]
@@ -72,14 +70,6 @@ def test_a_tree_has_every_row_in_it_and_with_branches_of_any_length_each_prefix_
         assert (seen[own].sum(1) == tree.positions[own] + 1).all() and (seen[own][:, path] <= 1).all()
 
 
-def test_rows_with_little_in_common_have_no_tree():
-    assert worthwhile_tree(group(3, [20] * 4)) is None, "too short a prefix for a branch"
-    assert worthwhile_tree([np.arange(50), 100 + np.arange(50)]) is None
-    assert worthwhile_tree(group(40, [1000] * 2)) is None, "2 % fewer tokens"
-    tree = worthwhile_tree(group(40, [20] * 4))
-    assert tree is not None and len(tree.token_ids) == 40 + 4 * 20 and tree.ratio == 2.0
-
-
 SPECS = {
     "plain": AttentionSpec(0.3),
     "window": AttentionSpec(0.3, window=7),
@@ -92,9 +82,7 @@ SPECS = {
 @pytest.mark.parametrize("few_keys", [0, 16, 1 << 20])
 @pytest.mark.parametrize("spec", SPECS)
 @given(rows=tries(), seed=st.integers(0, 9))
-def test_attention_over_a_tree_is_that_of_each_row_alone(
-    spec: str, few_keys: int, rows: list[np.ndarray], seed: int
-):
+def test_attention_over_a_tree_is_that_of_each_row_alone(spec: str, few_keys: int, rows: list[np.ndarray], seed: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "_FEW_KEYS", few_keys)
         patch.setattr(tree_attention, "_SCORES", 32)
