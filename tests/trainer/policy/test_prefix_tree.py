@@ -1,7 +1,7 @@
 """A prefix tree has each shared token once, and a policy over it computes what it computes for each row alone."""
 
 from contextlib import nullcontext
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ def logprobs_and_gradients(policy: Policy, tree: PrefixTree, *, is_tree: bool) -
     policy.zero_grad()
     token_ids = torch.from_numpy(tree.token_ids[tree.row_nodes]).long()
     starts = [0, *accumulate(tree.lengths)]
-    predictors = torch.cat([torch.arange(a, b - 1) for a, b in zip(starts, starts[1:], strict=False)])
+    predictors = torch.cat([torch.arange(a, b - 1) for a, b in pairwise(starts)])
     if is_tree:
         hidden = policy.forward_tree(tree)[torch.from_numpy(tree.row_nodes)[predictors]]
     else:
