@@ -30,7 +30,7 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def groups_with_prompts(recipe: Recipe, group: ActorGroup = ALONE) -> list[Batch]:
     """Five groups in two batches. The rows of a group share a prompt, and two of them the beginning of their response."""
     found: list[Batch] = []
-    for batch in batches_of(recipe, (3, 2), group):
+    for batch in batches_of(recipe, (2, 3), group):
         columns = {key: dict(row) for key, row in batch.columns.items()}
         for ref in batch.row_batch.rows():
             rng = np.random.default_rng(ref.row.prompt)
@@ -56,7 +56,8 @@ def step_of(recipe: Recipe, group: ActorGroup = ALONE, *, is_double: bool = True
 
 def assert_same(tree: tuple[Actor, dict[str, Any]], alone: tuple[Actor, dict[str, Any]], bound: float) -> None:
     (ours, metrics), (theirs, expected) = tree, alone
-    assert metrics.pop("actor/tree_ratio") > 1.5 and expected.pop("actor/tree_ratio") == 1.0
+    ratios = metrics.pop("actor/tree_ratio"), expected.pop("actor/tree_ratio")
+    assert ratios[0] > 1.2 and ratios[1] == 1.0, ratios
     figures = {name: value for name, value in expected.items() if not name.startswith(("timing_s", "staleness/hist"))}
     assert {name: metrics[name] for name in figures} == pytest.approx(figures, rel=bound, abs=bound)
     assert metrics["actor/grad_norm"] > 0
@@ -83,7 +84,7 @@ def test_every_algorithm_has_the_step_of_rows_alone(policy_dir, name):
         {"algorithm.importance_sampling": "token_truncate", "algorithm.proximal": "rollout"},
         {"algorithm.importance_sampling": "token_mask"},
         {"algorithm.importance_sampling": "sequence_truncate"},
-        {"algorithm.importance_sampling": "sequence_mask"},
+        {"algorithm.importance_sampling": "sequence_mask", "algorithm.importance_sampling_cap": 1e6},
         {"batch.updates_per_version": 2, "batch.passes": 2},
         {"algorithm.entropy_coef": 0.1, "sampling.temperature": 0.7},
     ],
