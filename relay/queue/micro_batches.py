@@ -70,11 +70,15 @@ class _Part(NamedTuple, Generic[S]):
     num_repeated: int
 
     @property
-    def size(self) -> int:
+    def num_computed(self) -> int:
+        """Tokens that take time."""
         num_computed = self.num_tokens - self.num_repeated
-        if self.num_tokens < LEAST_RATIO * num_computed:
-            return self.num_tokens
-        return num_computed + -(-self.num_repeated // 8)
+        return self.num_tokens if self.num_tokens < LEAST_RATIO * num_computed else num_computed
+
+    @property
+    def size(self) -> int:
+        """Tokens toward `max_tokens`, by the memory that they take."""
+        return self.num_computed + -(-(self.num_tokens - self.num_computed) // 8)
 
     def with_(self, other: "_Part[S]") -> "_Part[S]":
         sums = (one + more for one, more in zip(self[1:], other[1:], strict=True))
@@ -103,7 +107,7 @@ def _evened(parts: list[_Part[RowRef]], num_ranks: int) -> list[_Part[RowRef]]:
     """The parts, the largest of the heaviest rank halved as long as this makes its share smaller by a sixteenth: ranks wait for each other."""
     while num_ranks > 1:
         heaviest, indices = _heaviest(parts, num_ranks)
-        index = max((i for i in indices if len(parts[i].items) > 1), key=lambda i: parts[i].size, default=None)
+        index = max((i for i in indices if len(parts[i].items) > 1), key=lambda i: parts[i].num_computed, default=None)
         if index is None:
             break
         halves = [_of_group(parts[index].items[offset::2]) for offset in range(2)]
@@ -116,16 +120,16 @@ def _evened(parts: list[_Part[RowRef]], num_ranks: int) -> list[_Part[RowRef]]:
 
 def _heaviest(parts: list[_Part[RowRef]], num_ranks: int) -> tuple[int, list[int]]:
     """The tokens of the heaviest of the ranks' shares, and its parts."""
-    shares = balanced([part.size for part in parts], num_ranks)
-    return max(((sum(parts[i].size for i in share), share) for share in shares), key=lambda found: found[0])
+    shares = balanced([part.num_computed for part in parts], num_ranks)
+    return max(((sum(parts[i].num_computed for i in share), share) for share in shares), key=lambda found: found[0])
 
 
 def _dealt(parts: Sequence[_Part[S]], num_ranks: int, max_tokens: int) -> list[list[list[S]]]:
     """Micro-batches of whole parts by round and rank."""
     if not parts:
         return []
-    shares = balanced([part.size for part in parts], num_ranks)
-    largest_first = [[parts[i] for i in sorted(share, key=lambda i: (-parts[i].size, i))] for share in shares]
+    shares = balanced([part.num_computed for part in parts], num_ranks)
+    largest_first = [[parts[i] for i in sorted(share, key=lambda i: (-parts[i].num_computed, i))] for share in shares]
     ranks = [list(_micro_batches(share, max_tokens)) for share in largest_first]
     return [[rank[i].items if i < len(rank) else [] for rank in ranks] for i in range(max(map(len, ranks)))]
 

@@ -48,6 +48,8 @@ class Actor:
             self.policy.make_exact(getattr(torch, recipe.model.compute_type))
         self.longest_in_tree = longest_in_tree(self.policy, recipe)
         """Tokens of the longest row that may share its first ones with others; 0 computes each row alone."""
+        if recipe.trainer.prefix_tree and group.is_lead and (why := self.policy.rows_alone):
+            say(f"trainer.prefix_tree: {why}")
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)

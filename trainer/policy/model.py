@@ -147,13 +147,22 @@ class Policy(nn.Module):
 
     @property
     def longest_in_tree(self) -> int:
-        """Tokens of the longest row that `forward_tree` computes like `forward_packed`; 0 where it computes none.
-
-        In exact mode each row has its own products, and a LongRoPE policy computes a token in longer rows with other frequencies.
-        """
+        """Tokens of the longest row that `forward_tree` computes like `forward_packed`; 0 where it computes none."""
         if self.exact is not None:
             return 0
         return self.context if self.rope.switch is None else self.rope.switch
+
+    @property
+    def rows_alone(self) -> str:
+        """Which rows `forward_tree` does not compute, and why; empty where it computes all of them."""
+        if self.exact is not None:
+            return "tokens that rows share are computed in each of them, as generator.exact demands"
+        if self.rope.switch is not None:
+            return (
+                f"micro-batches with a row of more than {self.rope.switch:,} tokens compute each row alone, since LongRoPE gives"
+                " its tokens other frequencies"
+            )
+        return ""
 
     def forward_tree(self, tree: PrefixTree) -> Tensor:
         """Hidden states [N, hidden] of the tokens of a trie of rows. Differentiable."""
