@@ -90,10 +90,9 @@ def _batch(prompt: int, response: int, longest_in_tree: int) -> Batch:
 
 def _serve(policy: str, prompt: int, response: int, dtype: str) -> None:
     """CPU seconds and memory of a step, and its ratio of tokens: with shared tokens once, then of rows alone, and so on."""
-    names = {"fp32": "float32", "bf16": "bfloat16"}
     probe = _batch(prompt, response, 0)
     recipe = Recipe(
-        model=ModelSettings(path=policy, dtype=names[dtype]),
+        model=ModelSettings(path=policy, dtype="bfloat16" if dtype == "bf16" else "float32"),
         batch=BatchSettings(prompts_per_step=len(probe.row_batch.groups), samples_per_prompt=_NUM_SAMPLES),
         optimizer=OptimizerSettings(lr=1e-7, micro_tokens=_MICRO_TOKENS),
     )

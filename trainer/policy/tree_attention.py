@@ -5,7 +5,7 @@ continue and their own branch, merged by the log-sum-exps of the parts, in place
 branch's queries over the gathered keys of its whole row, by the kernels of packed rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -143,17 +143,17 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention, scale: float) -> Tensor:
         classes, inverse = plan.own
-        parts = [_attend(*(part.batch(x) for x in (query, key, value)), scale, is_causal=True) for part in classes]
-        out, lse = (
-            torch.cat([x.transpose(1, 2).flatten(0, 1) for x in found]).index_select(0, inverse)
-            for found in zip(*parts, strict=True)
-        )
+        own = [
+            _attend(part.batch(query), part.batch(key), part.batch(value), scale, is_causal=True) for part in classes
+        ]
+        out, lse = (_unbatched(found, inverse) for found in zip(*own, strict=True))
         for stem in plan.stems:
-            o, l = _attend(_heads(query, stem.queries), _heads(key, stem.keys), _heads(value, stem.keys), scale)
-            o, l = o[0].transpose(0, 1), l[0].t()
-            before = lse[stem.queries]
-            out[stem.queries].lerp_(o, torch.sigmoid(l - before)[..., None])
-            lse[stem.queries] = torch.logaddexp(before, l)
+            keys = _heads(key, stem.keys)
+            stem_out, stem_lse = _attend(_heads(query, stem.queries), keys, _heads(value, stem.keys), scale)
+            own_lse = lse[stem.queries]
+            share = torch.sigmoid(stem_lse[0].t() - own_lse)
+            out[stem.queries].lerp_(stem_out[0].transpose(0, 1), share[..., None])
+            lse[stem.queries] = torch.logaddexp(own_lse, stem_lse[0].t())
         out = out.to(value.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.plan = plan
@@ -165,25 +165,21 @@ class _MergedAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         plan: TreeAttention = ctx.plan
         classes, inverse = plan.own
-        found = []
+        own: list[tuple[Tensor, Tensor, Tensor]] = []
         for part in classes:
             # Padded queries have no gradient, and only they see padded keys.
             grad = part.batch(grads[0]) * part.is_real.view(part.shape)[:, None, :, None]
-            q, k, v, o, l = (part.batch(x) for x in (query, key, value, out, lse[..., None]))
-            found.append(_attend_backward(grad, q, k, v, o, l[..., 0], ctx.scale, is_causal=True))
-        sums = [
-            torch.cat([x.transpose(1, 2).flatten(0, 1) for x in of]).index_select(0, inverse)
-            for of in zip(*found, strict=True)
-        ]
+            q, k, v, o, part_lse = (part.batch(x) for x in (query, key, value, out, lse[..., None]))
+            own.append(_attend_backward(grad, q, k, v, o, part_lse[..., 0], ctx.scale, is_causal=True))
+        of_query, of_key, of_value = (_unbatched(found, inverse) for found in zip(*own, strict=True))
         for stem in plan.stems:
-            grad, q, o, l = (_heads(x, stem.queries) for x in (grads[0], query, out, lse[..., None]))
+            grad, q, o, stem_lse = (_heads(x, stem.queries) for x in (grads[0], query, out, lse[..., None]))
             k, v = (_heads(x, stem.keys) for x in (key, value))
-            of_query, of_key, of_value = _attend_backward(grad, q, k, v, o, l[..., 0], ctx.scale)
-            sums[0][stem.queries] += of_query[0].transpose(0, 1)
-            sums[1][stem.keys] += of_key[0].transpose(0, 1)
-            sums[2][stem.keys] += of_value[0].transpose(0, 1)
-        of_query, of_key, of_value = (x.to(query.dtype) for x in sums)
-        return of_query, of_key, of_value, None, None
+            found = _attend_backward(grad, q, k, v, o, stem_lse[..., 0], ctx.scale)
+            of_query[stem.queries] += found[0][0].transpose(0, 1)
+            of_key[stem.keys] += found[1][0].transpose(0, 1)
+            of_value[stem.keys] += found[2][0].transpose(0, 1)
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
 
 
 def _attend(
@@ -197,7 +193,7 @@ def _attend(
         return _wide(out), lse
     folded = _folded(query, key)
     outs, sums = [], []
-    for rows in _chunks(folded, key):
+    for rows in _chunks(folded, key, is_causal):
         scores = _scores(folded[:, :, rows], key, scale, is_causal)
         largest = scores.amax(-1, keepdim=True)
         weights = scores.sub_(largest).exp_()
@@ -228,7 +224,7 @@ def _attend_backward(
     grad, folded, lse, of_out = (_folded(x, key) for x in (grad, query, lse[..., None], of_out))
     of_query = []
     of_key, of_value = (torch.zeros(x.shape, dtype=lse.dtype) for x in (key, value))
-    for rows in _chunks(folded, key):
+    for rows in _chunks(folded, key, is_causal):
         weights = _scores(folded[:, :, rows], key, scale, is_causal).sub_(lse[:, :, rows]).exp_()
         of_value += torch.matmul(weights.to(grad.dtype).transpose(2, 3), grad[:, :, rows])
         of_scores = _wide(torch.matmul(grad[:, :, rows], value.transpose(2, 3))).sub_(of_out[:, :, rows])
@@ -253,10 +249,9 @@ def _scores(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Tensor
     return scores
 
 
-def _chunks(folded: Tensor, key: Tensor) -> Iterator[slice]:
-    """The rows whose scores are made at a time."""
-    size = len(folded)
-    rows = folded.shape[2] if size > 1 else max(1, _SCORES // key.shape[2])
+def _chunks(folded: Tensor, key: Tensor, is_causal: bool) -> Iterator[slice]:
+    """The rows whose scores are made at a time: all of a causal mask, which has few."""
+    rows = folded.shape[2] if is_causal else max(1, _SCORES // key.shape[2])
     return (slice(start, start + rows) for start in range(0, folded.shape[2], rows))
 
 
@@ -271,6 +266,11 @@ def _unfolded(x: Tensor, query: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize == 2 else x
+
+
+def _unbatched(classes: Sequence[Tensor], inverse: Tensor) -> Tensor:
+    """[N, heads, ...] of [members, heads, longest, ...] for each class."""
+    return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in classes]).index_select(0, inverse)
 
 
 def _heads(x: Tensor, tokens: slice) -> Tensor:

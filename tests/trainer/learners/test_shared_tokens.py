@@ -69,8 +69,10 @@ def assert_same(tree: tuple[Actor, dict[str, Any]], alone: tuple[Actor, dict[str
 
 
 def both_ways(recipe_with: Any, bound: float, *, is_double: bool = True, group: ActorGroup = ALONE) -> None:
-    recipes = [recipe_with({"trainer.prefix_tree": words}) for words in ("true", "false")]
-    assert_same(*(step_of(recipe, group, is_double=is_double) for recipe in recipes), bound)
+    tree, alone = (
+        step_of(recipe_with({"trainer.prefix_tree": words}), group, is_double=is_double) for words in ("true", "false")
+    )
+    assert_same(tree, alone, bound)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
