@@ -22,12 +22,12 @@ NEEDED = ("prompt_ids", "response_ids")
 def packed_hidden(policy: "Policy", batch: PackedBatch, dtype: str) -> Tensor:
     """Hidden states [R, hidden] that predict the response tokens; `dtype` is `model.dtype`."""
     # Autocast's cache would keep a half-precision copy of all weights until the end of the forward pass.
-    device = batch.token_ids.device.type
+    device = batch.token_ids.device
     is_half = dtype == "bfloat16" and policy.exact is None
-    with torch.autocast(device, torch.bfloat16, enabled=is_half, cache_enabled=False):
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_half, cache_enabled=False):
         if batch.tree is not None:
             # A token of the trie may predict several; an embedding's gradient is added up in one order.
-            return F.embedding(batch.predictors, policy.forward_tree(batch.tree))
+            return F.embedding(batch.predictors, policy.forward_tree(batch.tree, device))
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
     return hidden[batch.predictors]
 

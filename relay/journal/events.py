@@ -85,7 +85,7 @@ class Moved(Event, frozen=True, kw_only=True):
 class RowReady(Event, frozen=True, kw_only=True):
     """A trajectory is finished and scored; each of `units` stores its bytes. An earlier holder drew `num_kept` of its tokens.
 
-    The first `num_prompt_tokens` of its `num_tokens` are the prompt; 0 where that is not known.
+    The first `num_prompt_tokens` of its `num_tokens` are the prompt that all samples of the group have; 0 where that is not known.
     """
 
     row: RowId

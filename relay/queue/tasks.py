@@ -99,6 +99,7 @@ def equal_share(sizes: Sequence[int], num_consumers: int, max_tokens: int) -> li
 def group_ref_of(group: Group, samples: list[int]) -> GroupRef:
     """The metadata of these samples of a group that a consumer gets."""
     rows = [group.rows[sample] for sample in samples]
+    prompts = {row.num_prompt_tokens for row in rows}
     return GroupRef(
         group=group.id,
         samples=samples,
@@ -107,7 +108,7 @@ def group_ref_of(group: Group, samples: list[int]) -> GroupRef:
         versions=[row.version for row in rows],
         num_tokens=[row.num_tokens for row in rows],
         rewards=[row.reward for row in rows],
-        num_prompt_tokens=min((row.num_prompt_tokens for row in rows), default=0),
+        num_prompt_tokens=prompts.pop() if len(prompts) == 1 else 0,  # others are not one prompt
     )
 
 

@@ -164,12 +164,13 @@ class Policy(nn.Module):
             )
         return ""
 
-    def forward_tree(self, tree: PrefixTree) -> Tensor:
-        """Hidden states [N, hidden] of the tokens of a trie of rows. Differentiable."""
-        token_ids, positions = (
-            torch.from_numpy(x).to(self.device, torch.long) for x in (tree.token_ids, tree.positions)
-        )
-        return self(token_ids, positions, TreeAttention(tree, token_ids.device))
+    def forward_tree(self, tree: PrefixTree, device: torch.device) -> Tensor:
+        """Hidden states [N, hidden] of the tokens of a trie of rows, on the device that computes them. Differentiable.
+
+        Weights that are offloaded lie elsewhere, so `self.device` is not this one.
+        """
+        token_ids, positions = (torch.from_numpy(x).to(device, torch.long) for x in (tree.token_ids, tree.positions))
+        return self(token_ids, positions, TreeAttention(tree, device))
 
     def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
         rows = [self.rope.of_chunk(0, length, length) for length in lengths]

@@ -13,6 +13,8 @@ from support.float64 import in_float64
 from support.policies import FAMILIES, LONGROPE, tiny_policy
 from torch import Tensor
 
+from headrace.trainer.batch import Trajectory, pack
+from headrace.trainer.logprobs import packed_hidden
 from headrace.trainer.policy import tree_attention
 from headrace.trainer.policy.attention import AttentionSpec, PackedAttention
 from headrace.trainer.policy.model import Policy, load_policy
@@ -124,7 +126,7 @@ def logprobs_and_gradients(policy: Policy, tree: PrefixTree, *, is_tree: bool) -
     starts = [0, *accumulate(tree.lengths)]
     predictors = torch.cat([torch.arange(a, b - 1) for a, b in pairwise(starts)])
     if is_tree:
-        hidden = policy.forward_tree(tree)[torch.from_numpy(tree.row_nodes)[predictors]]
+        hidden = policy.forward_tree(tree, policy.device)[torch.from_numpy(tree.row_nodes)[predictors]]
     else:
         hidden = policy.forward_packed(token_ids, torch.tensor(starts))[predictors]
     logprobs, entropy = policy.token_logprobs(hidden, token_ids[predictors + 1])
@@ -174,3 +176,18 @@ def test_exact_mode_and_long_rows_of_longrope_have_no_tree(tmp_path):
     policy.make_exact()
     assert policy.longest_in_tree == 0
     assert load_policy(tiny_policy(tmp_path, "phi3", **LONGROPE)).longest_in_tree == 64
+
+
+def test_a_tree_is_computed_where_the_batch_is_though_the_weights_are_offloaded(tmp_path, monkeypatch):
+    policy = load_policy(tiny_policy(tmp_path))
+    monkeypatch.setattr(Policy, "device", torch.device("meta"))  # as the CPU beside a GPU
+    tree = PrefixTree.of(group(20, [5, 6]))
+    assert policy.forward_tree(tree, torch.device("cpu")).device.type == "cpu"
+    # Of the device of its batch, `packed_hidden` asks nobody else.
+    trajectories = [
+        Trajectory(row[:20], row[20:], zeros, zeros, 0, advantages=zeros)
+        for row in group(20, [5, 6])
+        for zeros in [np.zeros(len(row) - 20, np.float32)]
+    ]
+    batch = pack(trajectories, 0, torch.device("cpu"), longest_in_tree=100)
+    assert batch.tree is not None and packed_hidden(policy, batch, "float32").device.type == "cpu"
