@@ -103,25 +103,36 @@ def _cut(rows: list[RowRef], max_tokens: int) -> Iterator[_Part[RowRef]]:
     yield _of_group(part)
 
 
-def _evened(parts: list[_Part[RowRef]], num_ranks: int) -> list[_Part[RowRef]]:
-    """The parts, the largest of the heaviest rank halved as long as this makes its share smaller by a sixteenth: ranks wait for each other."""
-    while num_ranks > 1:
-        heaviest, indices = _heaviest(parts, num_ranks)
-        index = max((i for i in indices if len(parts[i].items) > 1), key=lambda i: parts[i].num_computed, default=None)
-        if index is None:
-            break
-        halves = [_of_group(parts[index].items[offset::2]) for offset in range(2)]
-        divided = [*parts[:index], *halves, *parts[index + 1 :]]
-        if 16 * _heaviest(divided, num_ranks)[0] > 15 * heaviest:
-            break
-        parts = divided
-    return parts
+def _evened(whole: list[_Part[RowRef]], num_ranks: int) -> list[_Part[RowRef]]:
+    """The parts, some of them divided where this makes the heaviest rank's share smaller by a sixteenth: ranks wait for each other.
+
+    Of each of the heaviest ranks the largest part that can be divided is: in two, then in three, and so on. Of equal shares none becomes
+    smaller alone, so the best division is kept. Each one computes more; they end where even equal shares would not be small enough.
+    """
+    numbers = [1] * len(whole)
+    best, least = whole, 0
+    while True:
+        origins, parts = zip(*_divided(whole, numbers), strict=True)
+        shares = balanced([part.num_computed for part in parts], num_ranks)
+        loads = [sum(parts[index].num_computed for index in share) for share in shares]
+        heaviest = max(loads)
+        if not least or 16 * heaviest <= 15 * least:
+            best, least = list(parts), heaviest
+        chosen: set[int] = set()
+        for share, load in zip(shares, loads, strict=True):
+            divisible = [index for index in share if len(parts[index].items) > 1]
+            if divisible and 16 * load >= 15 * heaviest:
+                chosen.add(origins[max(divisible, key=lambda index: parts[index].num_computed)])
+        if not chosen or 16 * sum(loads) > 15 * least * num_ranks:
+            return best
+        numbers = [number + (index in chosen) for index, number in enumerate(numbers)]
 
 
-def _heaviest(parts: list[_Part[RowRef]], num_ranks: int) -> tuple[int, list[int]]:
-    """The tokens of the heaviest of the ranks' shares, and its parts."""
-    shares = balanced([part.num_computed for part in parts], num_ranks)
-    return max(((sum(parts[i].num_computed for i in share), share) for share in shares), key=lambda found: found[0])
+def _divided(whole: list[_Part[RowRef]], numbers: list[int]) -> Iterator[tuple[int, _Part[RowRef]]]:
+    """Each part in so many ones of about equal size, with its index."""
+    for index, (part, number) in enumerate(zip(whole, numbers, strict=True)):
+        for first in range(number):
+            yield index, _of_group(part.items[first::number])
 
 
 def _dealt(parts: Sequence[_Part[S]], num_ranks: int, max_tokens: int) -> list[list[list[S]]]:
