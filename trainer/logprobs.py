@@ -45,22 +45,22 @@ def response_logprobs(policy: "Policy", batch: "Batch", device: torch.device, re
     A collective of the ranks that share a sharded policy. Raises SettingError for rows that no policy can have drawn.
     """
     check_tokens(batch, policy.vocab_size)
-    tokens = longest_in_tree(policy, recipe)
-    return by_row(batch, device, tokens, lambda packed: packed_logprobs(policy, packed, recipe)[0])
+    return by_row(policy, batch, device, lambda packed: packed_logprobs(policy, packed, recipe)[0])
 
 
 def longest_in_tree(policy: "Policy", recipe: Recipe) -> int:
-    """Tokens of the longest row that may share its first ones with others; 0 computes each row alone."""
-    return policy.longest_in_tree if recipe.trainer.prefix_tree else 0
+    """Tokens of the longest row of a new batch that may share its first ones with others; 0 computes each row alone.
+
+    Exact mode does so everywhere: also in the critic and the reference, whose own modules are not exact.
+    """
+    return policy.longest_in_tree if recipe.trainer.prefix_tree and not recipe.generator.exact else 0
 
 
 def by_row(
-    batch: "Batch", device: torch.device, longest: int, compute: Callable[[PackedBatch], Tensor]
+    policy: "Policy", batch: "Batch", device: torch.device, compute: Callable[[PackedBatch], Tensor]
 ) -> list[np.ndarray]:
-    """`compute`, which returns a number [R] for each response token, without gradient: [R] float32 for each of this rank's rows.
-
-    longest: `longest_in_tree`.
-    """
+    """`compute` of a policy, which returns a number [R] for each response token, without gradient: [R] float32 for each of this rank's rows."""
+    longest = policy.longest_in_tree if batch.has_trees else 0
     found: list[np.ndarray] = []
     for part in batch.micro_batches:
         tokens = [[batch.columns[row.key][name] for name in NEEDED] for row in part]

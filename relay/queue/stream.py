@@ -227,7 +227,7 @@ class RowFetcher:
         sizes = (self._team.size, self._max_tokens, self._longest_in_tree)
         planned, forward = (tree_rounds(kinds[kind], *sizes) for kind in (True, False))
         parts = [of_ranks[self._team.rank] for of_ranks in planned + forward]
-        batch = Batch(row_batch, parts, num_forward=len(forward))
+        batch = Batch(row_batch, parts, num_forward=len(forward), has_trees=self._longest_in_tree > 0)
         reasons = {row.key: "" for row in row_batch.rows()}
         for row in batch.rows:
             try:

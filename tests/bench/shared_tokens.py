@@ -85,7 +85,7 @@ def _batch(prompt: int, response: int, longest_in_tree: int) -> Batch:
             }
     taken = TrainBatch(step=0, first=0, total=num_groups, groups=groups, metrics={})
     planned = tree_rounds(taken.rows(), 1, _MICRO_TOKENS, longest_in_tree)
-    return Batch(taken, [parts[0] for parts in planned], columns)
+    return Batch(taken, [parts[0] for parts in planned], columns, has_trees=longest_in_tree > 0)
 
 
 def _serve(policy: str, prompt: int, response: int, dtype: str) -> None:
@@ -97,13 +97,11 @@ def _serve(policy: str, prompt: int, response: int, dtype: str) -> None:
         optimizer=OptimizerSettings(lr=1e-7, micro_tokens=_MICRO_TOKENS),
     )
     actor = Actor(recipe, ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=60.0))
-    ways = [actor.longest_in_tree, 0]
-    batches = [_batch(prompt, response, longest) for longest in ways]
+    batches = [_batch(prompt, response, longest) for longest in (actor.longest_in_tree, 0)]
     before = resident_bytes("VmRSS")
     print("ready", flush=True)
     for number, _ in enumerate(sys.stdin):
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
-        actor.longest_in_tree = ways[number % 2]
         started, stats = time.process_time(), StepMetrics()
         actor.accumulate(batches[number % 2], stats)
         actor.step(stats)

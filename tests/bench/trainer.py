@@ -111,7 +111,7 @@ def _batch(folder: Path, max_tokens: int, longest_in_tree: int) -> Batch:
             }
     taken = TrainBatch(step=0, first=0, total=len(groups), groups=groups, metrics={})
     planned = tree_rounds(taken.rows(), 1, max_tokens, longest_in_tree)
-    return Batch(taken, [parts[0] for parts in planned], columns)
+    return Batch(taken, [parts[0] for parts in planned], columns, has_trees=longest_in_tree > 0)
 
 
 def _serve(folder: Path) -> None:

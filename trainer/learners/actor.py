@@ -47,7 +47,7 @@ class Actor:
         if recipe.generator.exact:
             self.policy.make_exact(getattr(torch, recipe.model.compute_type))
         self.longest_in_tree = longest_in_tree(self.policy, recipe)
-        """Tokens of the longest row that may share its first ones with others; 0 computes each row alone."""
+        """Of new batches; that of saved ones is in them."""
         if recipe.trainer.prefix_tree and group.is_lead and (why := self.policy.rows_alone):
             say(f"trainer.prefix_tree: {why}")
         self.updater = Updater(self.policy, recipe.optimizer)
@@ -156,7 +156,7 @@ class Actor:
             for number, rows in enumerate(micro_batches):
                 needs_gradient = number < len(micro_batches) - batch.batch.num_forward
                 is_updated = bool(self.updates)
-                packed = self.pack(rows, is_updated=is_updated)
+                packed = self.pack(batch.batch, rows, is_updated=is_updated)
                 stats.add_packed(packed, is_real=bool(rows))
                 logprobs = self._backward(packed, stats, needs_gradient=needs_gradient and not self.is_frozen)
                 if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
@@ -166,10 +166,11 @@ class Actor:
             if self._num_groups in self.recipe.batch.update_ends[:-1]:
                 self._update()
 
-    def pack(self, rows: list[Trajectory], *, is_updated: bool) -> PackedBatch:
-        """A micro-batch of this rank, which may have no rows."""
+    def pack(self, batch: Batch, rows: list[Trajectory], *, is_updated: bool) -> PackedBatch:
+        """A micro-batch of a batch of this rank, which may have no rows."""
         rows = rows or [PADDING_TRAJECTORY]
-        return pack(rows, self.version, self.group.device, is_updated=is_updated, longest_in_tree=self.longest_in_tree)
+        longest = self.policy.longest_in_tree if batch.has_trees else 0
+        return pack(rows, self.version, self.group.device, is_updated=is_updated, longest_in_tree=longest)
 
     def _backward(self, batch: PackedBatch, stats: StepMetrics, *, needs_gradient: bool) -> Tensor:
         """Add the gradient of a micro-batch, unless it has none, and its figures; returns its log-probs [R]."""

@@ -11,7 +11,7 @@ from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
 from ..algorithms.gae import value_loss
 from ..batch import PackedBatch
-from ..logprobs import by_row, longest_in_tree, packed_hidden
+from ..logprobs import by_row, packed_hidden
 from ..policy.adapter_files import AdapterBase
 from ..policy.model import Policy
 from .optimizer import Update, Updater, learning_rate
@@ -52,8 +52,7 @@ class Critic:
 
     def values(self, batch: Batch) -> list[np.ndarray]:
         """[R] for each of this rank's rows, of the state before each token of the response; a collective."""
-        tokens = longest_in_tree(self.model.policy, self._recipe)
-        found = by_row(batch, self._group.device, tokens, self._values)
+        found = by_row(self.model.policy, batch, self._group.device, self._values)
         self._group.reshard(self.model.policy, self.model.head)
         return found
 

@@ -153,7 +153,7 @@ class CounterfactualActor(Actor):
             for part in batch.batch.micro_batches:
                 for ref in part:
                     rows[ref.key].proximal_logprobs = batch.by_key[ref.key].proximal_logprobs
-                packed = self.pack([rows[ref.key] for ref in part], is_updated=bool(self.updates))
+                packed = self.pack(batch.batch, [rows[ref.key] for ref in part], is_updated=bool(self.updates))
                 logprobs, terms, _ = self._forward(packed, tally.algorithm)
                 terms.loss.backward()
                 weight += float(terms.weight)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,12 +11,18 @@ from support.actors import ALONE, actor_of, on_two_ranks, recipe_of, train
 from support.algorithm_steps import ALGORITHMS, algorithm_recipe, batches_of
 from support.float64 import in_float64
 from support.policies import tiny_policy
+from support.trained_run import trained_run
 
 from headrace.comm.recipe import Recipe
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.learners.actor import Actor
-from headrace.trainer.logprobs import response_logprobs
+from headrace.trainer.learners.base import Learner
+from headrace.trainer.logprobs import longest_in_tree, response_logprobs
+from headrace.trainer.policy.model import load_policy
+from headrace.trainer.recovery import train_again
+from headrace.trainer.replay.pack import opened_pack
+from headrace.trainer.replay.replay import NewPack, replay_pack, replay_steps
 
 SMOOTH: dict[str, Any] = {"optimizer.eps": 1.0, "optimizer.lr": 0.5}
 """A large epsilon makes an update smooth in its gradient."""
@@ -39,7 +45,7 @@ def groups_with_prompts(recipe: Recipe, group: ActorGroup = ALONE) -> list[Batch
             if ref.row.sample:
                 start = rng.integers(4, 99, 5).astype(np.int32)
                 row["response_ids"] = np.concatenate([start, row["response_ids"]])[: len(row["response_ids"])]
-        found.append(replace(batch, micro_batches=[batch.rows], columns=columns))
+        found.append(replace(batch, micro_batches=[batch.rows], columns=columns, has_trees=recipe.trainer.prefix_tree))
     return found
 
 
@@ -142,6 +148,28 @@ def test_a_step_is_the_same_bit_for_bit_when_it_is_trained_again(policy_dir):
     assert first[1]["actor/grad_norm"] == second[1]["actor/grad_norm"] and first[1]["actor/tree_ratio"] > 1.5
     for one, other in zip(first[0].policy.parameters(), second[0].policy.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("trained_as", ["true", "false"])
+def test_saved_steps_are_repeated_as_they_were_trained_whatever_the_setting_is_now(policy_dir, tmp_path, trained_as):
+    """Their micro-batches were planned for it, and the last bits depend on it."""
+    settings = {"batch.prompts_per_step": 5, "run.dir": tmp_path / "run"}
+    recipe = recipe_of(policy_dir, **settings, **{"trainer.prefix_tree": trained_as})
+    trained_run(recipe, [groups_with_prompts(recipe)])
+    for words in ("true", "false"):
+        again = recipe_of(policy_dir, **settings, **{"trainer.prefix_tree": words})
+        assert replay_steps(again) == 0
+        _, metrics = train_again(cast(Learner, actor_of(again)), tmp_path / "run", 0)
+        assert (metrics["actor/tree_ratio"] > 1.0) == (trained_as == "true")
+    assert replay_steps(recipe, new_pack=NewPack(tmp_path / "pack.zip", "1.2.3")) == 0
+    with opened_pack(tmp_path / "pack.zip") as (pack, folder):
+        assert replay_pack(pack.recipe(folder), pack, folder) == 0
+
+
+def test_exact_mode_computes_values_and_the_reference_of_each_row_alone(policy_dir):
+    recipe = recipe_of(policy_dir, **{"generator.exact": "true"})
+    reference = load_policy(str(policy_dir))
+    assert reference.longest_in_tree > 0 and longest_in_tree(reference, recipe) == 0
 
 
 TWO_RANKS = """
