@@ -24,6 +24,8 @@ class RequestRows(Message, frozen=True):
     evaluated: int = -1
     """The newest version whose evaluation it has received, for `train`."""
     is_overdue: bool = False
+    has_trees: bool = False
+    """It computes the prompt that rows of a group share once, so `max_tokens` counts it once."""
 
 
 class RowRef(msgspec.Struct, frozen=True, array_like=True):

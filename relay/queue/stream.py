@@ -286,7 +286,9 @@ class ExperienceStream:
         self._what = f"rows for {' or '.join(tasks)}"
         self._team: CallerTeam = caller_team or SingleRank()
         self._deadline_s = deadline_s
-        self._requester = RowRequester(mailbox, tasks, max_tokens * team.size, deadline_s)
+        self._requester = RowRequester(
+            mailbox, tasks, max_tokens * team.size, deadline_s, has_trees=longest_in_tree > 0
+        )
         self._fetcher = RowFetcher(
             self._requester, storage, columns, team,
             max_tokens=max_tokens, longest_in_tree=longest_in_tree, steps=steps, evaluated=evaluated,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm.disk import say
@@ -200,10 +199,10 @@ class Actor:
         if not router_logits:
             return logprobs, terms, None
         # Of this micro-batch alone: an update has the mean of its micro-batches, by their weights.
+        weights = None
         if batch.tree is not None:  # a shared token counts as often as it is in rows
-            nodes = torch.from_numpy(batch.tree.row_nodes).to(self.group.device)
-            router_logits = [F.embedding(nodes, logits) for logits in router_logits]
-        router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
+            weights = torch.from_numpy(np.bincount(batch.tree.row_nodes)).to(self.group.device)
+        router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok, weights)
         loss = terms.loss + router_coef * terms.weight * router_loss
         return logprobs, terms._replace(loss=loss), router_loss.detach() * terms.weight
 

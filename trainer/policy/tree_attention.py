@@ -18,6 +18,11 @@ from .attention import AttentionSpec, band, masked_attention, takes_varlen, varl
 from .length_classes import length_classes
 from .prefix_tree import Branch, PrefixTree, Stem
 
+# Two private operators of PyTorch take part on a CPU: public ones do not give the log-sum-exp. Written for the schemas of PyTorch 2.13;
+# a test holds their results to formulas, so that another version which changes them is noticed.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 _FEW_KEYS = 128
 """On a CPU so many keys, or fewer, take plain products: PyTorch's fused kernel needs up to five times as long for them."""
 _SCORES = 1 << 17
@@ -187,9 +192,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention and the log-sum-exp of its scores, in fp32 at least; query [B, heads, q, d], key and value [B, kv_heads, s, d]."""
     if not _takes_products(query, key, is_causal):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, scale=scale
-        )
+        out, lse = _flash(query, key, value, 0.0, is_causal, scale=scale)
         return _wide(out), lse
     folded = _folded(query, key)
     outs, sums = [], []
@@ -216,9 +219,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in fp32 at least, for the output and the log-sum-exp [B, heads, q] over all parts."""
     if not _takes_products(query, key, is_causal):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, is_causal, scale=scale
-        )
+        found = _flash_backward(grad, query, key, value, out, lse, 0.0, is_causal, scale=scale)
         return tuple(_wide(x) for x in found)  # pyright: ignore[reportReturnType]
     of_out = (_wide(grad) * out).sum(-1, keepdim=True)
     grad, folded, lse, of_out = (_folded(x, key) for x in (grad, query, lse[..., None], of_out))
@@ -279,8 +280,11 @@ def _heads(x: Tensor, tokens: slice) -> Tensor:
 
 
 def _rows(x: Tensor, tokens: Tensor) -> Tensor:
-    """x[tokens] for x [N, heads, d], many of the tokens several times. Its gradient is added up in one order on all devices."""
-    return F.embedding(tokens, x.flatten(1)).unflatten(1, x.shape[1:])
+    """x[tokens] for x [N, heads, d], many of the tokens several times.
+
+    Its gradient is added up in one order on all devices, and in fp32 at least: in bfloat16 the sum of a large group loses bits.
+    """
+    return F.embedding(tokens, _wide(x).flatten(1)).unflatten(1, x.shape[1:]).to(x.dtype)
 
 
 def _padded(rows: list[np.ndarray]) -> np.ndarray:

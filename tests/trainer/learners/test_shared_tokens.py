@@ -16,6 +16,8 @@ from support.trained_run import trained_run
 from headrace.comm.recipe import Recipe
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
+from headrace.trainer.algorithms.router_loss import load_balancing_loss
+from headrace.trainer.learners import actor as actor_module
 from headrace.trainer.learners.actor import Actor
 from headrace.trainer.learners.base import Learner
 from headrace.trainer.logprobs import longest_in_tree, response_logprobs
@@ -118,6 +120,23 @@ def test_the_routers_loss_counts_a_shared_token_as_often_as_it_is_in_rows(tmp_pa
     path = tiny_policy(tmp_path, family)
     settings = SMOOTH | {"batch.prompts_per_step": 5, "algorithm.router_aux_coef": 0.5}
     both_ways(lambda words: recipe_of(path, **(settings | words)), 1e-10)
+
+
+def test_the_routers_loss_keeps_no_more_logits_than_there_are_computed_tokens(tmp_path, monkeypatch):
+    """A micro-batch may have eight times as many tokens of rows, and nobody planned memory for those."""
+    sizes: list[list[int]] = []
+
+    def loss(logits: list[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:
+        sizes.append([*(len(layer) for layer in logits), len(weights)])
+        return load_balancing_loss(logits, top_k, weights)
+
+    monkeypatch.setattr(actor_module, "load_balancing_loss", loss)
+    path = tiny_policy(tmp_path, "qwen3_moe")
+    recipe = recipe_of(path, **{"batch.prompts_per_step": 5, "algorithm.router_aux_coef": 0.5})
+    metrics = train(actor_of(recipe), batches := groups_with_prompts(recipe))
+    assert all(len({*each}) == 1 for each in sizes)
+    num_tokens = sum(ref.num_tokens + 16 for batch in batches for ref in batch.rows)
+    assert sum(each[0] for each in sizes) == round(num_tokens / metrics["actor/tree_ratio"]) < num_tokens
 
 
 @pytest.mark.parametrize("settings", [{}, {"trainer.activation_checkpointing": "true"}], ids=str)
