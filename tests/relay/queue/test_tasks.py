@@ -22,7 +22,7 @@ def test_one_consumer_gets_the_first_items_up_to_one_that_does_not_fit():
 
 def test_a_prompt_that_items_share_counts_once_toward_the_tokens_that_fit():
     prompts = [(0, 10)] * 4 + [(1, 10)] * 2
-    assert equal_share([12] * 6, 1, 30, prompts) == [0, 1, 2, 3]
+    assert equal_share([12] * 6, 1, 29, prompts) == [0, 1, 2, 3]
     assert equal_share([12] * 6, 1, 31, prompts) == [0, 1, 2, 3, 4]
     assert equal_share([12] * 6, 1, 31, [(group, 0) for group, _ in prompts]) == [0, 1]
 
