@@ -146,7 +146,6 @@ class StepMetrics:
             "actor/pg_clipfrac": s["clipped"] / n,
             "actor/ppo_kl": s["ppo_kl"] / n,
             "actor/kl_loss": s["kl"] / n,
-            "actor/tree_ratio": s["row_tokens"] / max(s["tree_tokens"], 1.0),
             "actor/non_finite_tokens": s["non_finite"],
             "is/mean": s["ratio"] / n,
             "is/max": self._maxima["ratio"],
@@ -161,6 +160,8 @@ class StepMetrics:
         out = notes | {f"reward/{name}": statistic(rewards) for name, statistic in REWARD_STATISTICS.items()} | out
         if s["router_loss"]:
             out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
+        if s["tree_tokens"]:
+            out["actor/tree_ratio"] = s["row_tokens"] / s["tree_tokens"]
         if s["prompts_looked_at"]:
             out["prompt/turn_frac"] = s["prompts_with_turns"] / s["prompts_looked_at"]
         if s["fresh"]:
