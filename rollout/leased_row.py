@@ -36,6 +36,8 @@ class LeasedRow:
     """Tokens of the response that an earlier holder drew before it died."""
     episode: Episode | None = None
     """Its turns, if it has an environment."""
+    has_own_prompt: bool = False
+    """A generator of the user's has made the prompt's tokens."""
     response: str | list[dict[str, Any]] = ""
     """For the reward functions: text, or the messages of several turns."""
     reward: float | None = None
@@ -57,6 +59,11 @@ class LeasedRow:
     def episode_reward(self) -> float:
         """The reward that its environment gave, 0 without one."""
         return 0.0 if self.episode is None else self.episode.reward
+
+    @property
+    def _shares_prompt(self) -> bool:
+        """Whether its prompt is that of its group's data, as far as is known here: an environment may give each sample another one."""
+        return not self.has_own_prompt and (self.episode is None or self.episode.prompt == self.row["prompt"])
 
     def token_versions(self) -> np.ndarray:
         """int32: the version that drew each token of the finished response."""
@@ -114,6 +121,7 @@ class LeasedRow:
             num_versions=len(versions) or 1,
             failure=self.failure,
             num_kept=self.num_kept,
+            num_prompt_tokens=len(done.prompt_ids) if done and self._shares_prompt else 0,
         )
 
     def columns(self) -> dict[str, np.ndarray]:

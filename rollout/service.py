@@ -133,6 +133,7 @@ class GeneratorService:
         del self._leases.held[sample.row_id.number]
         tokens = (list(prompt_ids), list(response_ids), list(logprobs))
         sample.completion = Completion(sample.row_id.number, *tokens, finish_reason="length" if truncated else "stop")
+        sample.has_own_prompt = True
         sample.failure = failure
         sample.set_reward(reward)
         self._row_writer.submit(sample)

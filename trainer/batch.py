@@ -11,6 +11,8 @@ from torch import Tensor
 from ..comm.errors import SettingError
 from ..comm.messages.queue import RowRef
 from ..relay.queue.batch import Batch
+from ..relay.queue.micro_batches import LEAST_RATIO, SHORTEST_PREFIX
+from .policy.prefix_tree import PrefixTree
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +138,8 @@ PADDING_TRAJECTORY = Trajectory(_ZERO, _ZERO, rollout_logprobs=_ZERO, loss_mask=
 class PackedBatch:
     """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
-    token_ids [T]; cu_seqlens [n + 1]; predictors [R]: index of the token whose hidden state predicts each response token;
+    token_ids [T]; cu_seqlens [n + 1]; tree: their trie, if it is computed in place of them; predictors [R]: index of the token, of the trie if
+    there is one, whose hidden state predicts each response token;
     targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
     token; response_lengths [n] int64: response tokens of each trajectory, R in all. The other [R] are None if a
     trajectory lacks them. is_updated: whether the policy in training has had an update of this version; else it is itself the
@@ -145,6 +148,7 @@ class PackedBatch:
 
     token_ids: Tensor
     cu_seqlens: Tensor
+    tree: PrefixTree | None
     predictors: Tensor
     targets: Tensor
     rollout_logprobs: Tensor
@@ -174,15 +178,27 @@ class PackedBatch:
 
 
 def pack(
-    trajectories: list[Trajectory], version: int, device: torch.device, *, is_updated: bool = False
+    trajectories: list[Trajectory],
+    version: int,
+    device: torch.device,
+    *,
+    is_updated: bool = False,
+    longest_in_tree: int = 0,
 ) -> PackedBatch:
-    """Pack trajectories end to end; `version` is the one in training, `is_updated` that of the batch."""
+    """Pack trajectories end to end; `version` is the one in training, `is_updated` that of the batch.
+
+    What they have in common is computed once, unless that gains nothing or one of them is longer than `longest_in_tree` tokens.
+    """
     lengths = [t.num_tokens for t in trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     # The hidden state at position i predicts token i + 1, so a response of R tokens is read from P - 1 on.
     predictors = [
         s + len(t.prompt_ids) - 1 + np.arange(len(t.response_ids)) for s, t in zip(starts, trajectories, strict=False)
     ]
+    indices = np.concatenate(predictors)
+    tree = _tree(trajectories) if max(lengths) <= longest_in_tree else None
+    if tree is not None:
+        indices = tree.row_nodes[indices]
     versions = [np.full(len(t.response_ids), t.version) if t.versions is None else t.versions for t in trajectories]
 
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -200,7 +216,8 @@ def pack(
     return PackedBatch(
         token_ids=joined((a for t in trajectories for a in (t.prompt_ids, t.response_ids)), torch.long),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
-        predictors=joined(predictors, torch.long),
+        tree=tree,
+        predictors=torch.from_numpy(indices).to(device),
         targets=joined((t.response_ids for t in trajectories), torch.long),
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
         advantages=required([t.advantages for t in trajectories], torch.float32),
@@ -213,3 +230,9 @@ def pack(
         values=optional([t.values for t in trajectories]),
         returns=optional([t.returns for t in trajectories]),
     )
+
+
+def _tree(trajectories: list[Trajectory]) -> PrefixTree | None:
+    """The trie of trajectories; None where they have too little in common to gain time by it."""
+    tree = PrefixTree.of([np.concatenate([t.prompt_ids, t.response_ids]) for t in trajectories], SHORTEST_PREFIX)
+    return tree if tree.ratio >= LEAST_RATIO else None

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm.recipe import Recipe
@@ -21,9 +22,12 @@ NEEDED = ("prompt_ids", "response_ids")
 def packed_hidden(policy: "Policy", batch: PackedBatch, dtype: str) -> Tensor:
     """Hidden states [R, hidden] that predict the response tokens; `dtype` is `model.dtype`."""
     # Autocast's cache would keep a half-precision copy of all weights until the end of the forward pass.
-    device = batch.token_ids.device.type
+    device = batch.token_ids.device
     is_half = dtype == "bfloat16" and policy.exact is None
-    with torch.autocast(device, torch.bfloat16, enabled=is_half, cache_enabled=False):
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_half, cache_enabled=False):
+        if batch.tree is not None:
+            # A token of the trie may predict several; an embedding's gradient is added up in one order.
+            return F.embedding(batch.predictors, policy.forward_tree(batch.tree, device))
         hidden = policy.forward_packed(batch.token_ids, batch.cu_seqlens)
     return hidden[batch.predictors]
 
@@ -41,11 +45,22 @@ def response_logprobs(policy: "Policy", batch: "Batch", device: torch.device, re
     A collective of the ranks that share a sharded policy. Raises SettingError for rows that no policy can have drawn.
     """
     check_tokens(batch, policy.vocab_size)
-    return by_row(batch, device, lambda packed: packed_logprobs(policy, packed, recipe)[0])
+    return by_row(policy, batch, device, lambda packed: packed_logprobs(policy, packed, recipe)[0])
 
 
-def by_row(batch: "Batch", device: torch.device, compute: Callable[[PackedBatch], Tensor]) -> list[np.ndarray]:
-    """`compute`, which returns a number [R] for each response token, without gradient: [R] float32 for each of this rank's rows."""
+def longest_in_tree(policy: "Policy", recipe: Recipe) -> int:
+    """Tokens of the longest row of a new batch that may share its first ones with others; 0 computes each row alone.
+
+    Exact mode does so everywhere: also in the critic and the reference, whose own modules are not exact.
+    """
+    return policy.longest_in_tree if recipe.trainer.prefix_tree and not recipe.generator.exact else 0
+
+
+def by_row(
+    policy: "Policy", batch: "Batch", device: torch.device, compute: Callable[[PackedBatch], Tensor]
+) -> list[np.ndarray]:
+    """`compute` of a policy, which returns a number [R] for each response token, without gradient: [R] float32 for each of this rank's rows."""
+    longest = policy.longest_in_tree if batch.has_trees else 0
     found: list[np.ndarray] = []
     for part in batch.micro_batches:
         tokens = [[batch.columns[row.key][name] for name in NEEDED] for row in part]
@@ -56,6 +71,7 @@ def by_row(batch: "Batch", device: torch.device, compute: Callable[[PackedBatch]
             for (prompt, response), zero in zip(tokens, zeros, strict=True)
         ]
         with torch.no_grad():
-            numbers = compute(pack(trajectories or [PADDING_TRAJECTORY], -1, device))
+            packed = pack(trajectories or [PADDING_TRAJECTORY], -1, device, longest_in_tree=longest)
+            numbers = compute(packed)
         found += np.split(numbers.float().cpu().numpy(), np.cumsum(lengths)[:-1]) if part else []
     return found

@@ -114,6 +114,7 @@ class Trainer:
             self.mailbox, self.storage, tasks,
             steps=range(self.first_step, recipe.run.steps + self.evaluates),  # after the last one come evaluations
             max_tokens=self.micro_tokens,
+            longest_in_tree=getattr(self.learner, "longest_in_tree", 0),  # a user's learner may not have it
             evaluated=self.recorder.evaluated if self.recorder is not None else -1,
             needs_gradient=partial(has_gradient, recipe.algorithm, recipe.queue.tasks),
             thread_team=self.group.clone_for_thread(), caller_team=self.group, deadline_s=recipe.comm.deadline_s,

@@ -16,7 +16,7 @@ from ..relay.queue.batch import Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import ExperienceStream
 from ..relay.queue.tasks import REFERENCE
-from .logprobs import NEEDED, response_logprobs
+from .logprobs import NEEDED, longest_in_tree, response_logprobs
 from .policy.model import default_device, load_policy
 
 
@@ -25,13 +25,18 @@ def run(fleet: Fleet, recipe: Recipe, compute: Callable[[Batch], list[np.ndarray
 
     compute: [R] for each row of a batch, in the order of `batch.rows`; None for those of the initial policy.
     """
+    longest = 0
     if compute is None:
         device = default_device()
         policy = load_policy(recipe.model.path, "float32", device)
+        longest = longest_in_tree(policy, recipe)
         compute = partial(response_logprobs, policy, device=device, recipe=recipe)
     mailbox = fleet.open_mailbox(fleet.name)
     storage = ReplicatedRows(fleet)
-    stream = ExperienceStream(mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=recipe.optimizer.micro_batch)
+    max_tokens = recipe.optimizer.micro_batch
+    stream = ExperienceStream(
+        mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=max_tokens, longest_in_tree=longest
+    )
     for batch in stream.start():
         stream.put(batch, {"ref_logprobs": compute(batch)})
     stream.close()

@@ -1,7 +1,7 @@
 """The training data of each step in the run folder: `rows/step_N.safetensors` with the batches and their rows' columns.
 
-A batch is saved with its micro-batches, which decide the packing, and with the number of threads, so a replay adds up the same numbers
-in the same order. With several actor ranks each saves its own rows, rank 1 in `rows/step_N.1.safetensors`.
+A batch is saved with its micro-batches, which decide the packing, whether they are computed as prefix trees, and with the number of
+threads, so a replay adds up the same numbers in the same order. With several actor ranks each saves its own rows, rank 1 in `rows/step_N.1.safetensors`.
 """
 
 from collections.abc import Collection, Iterator
@@ -29,6 +29,8 @@ class SavedBatch(msgspec.Struct, frozen=True):
     row_batch: TrainBatch | RowBatch
     micro_batches: list[list[str]]
     num_forward: int
+    has_trees: bool = False
+    """Files of earlier versions do not say, and have none."""
 
 
 class SavedStep(msgspec.Struct, frozen=True):
@@ -73,7 +75,12 @@ class StepLog:
         path = _path(self._run_dir, step, self._rank)
         rows = {row.key: batch.columns[row.key] for batch in self._batches for row in batch.rows}
         saved = [
-            SavedBatch(batch.row_batch, [[row.key for row in part] for part in batch.micro_batches], batch.num_forward)
+            SavedBatch(
+                batch.row_batch,
+                [[row.key for row in part] for part in batch.micro_batches],
+                batch.num_forward,
+                batch.has_trees,
+            )
             for batch in self._batches
         ]
         listed = SavedStep(self._num_ranks, self._run_id, torch.get_num_threads(), saved)
@@ -150,7 +157,7 @@ class StepReplay:
             rows = {row.key: row for row in saved.row_batch.rows()}
             with self._file.named_errors():
                 micro_batches = [[rows[key] for key in part] for part in saved.micro_batches]
-            yield Batch(saved.row_batch, micro_batches, columns, saved.num_forward)
+            yield Batch(saved.row_batch, micro_batches, columns, saved.num_forward, saved.has_trees)
 
 
 def saved_steps(run_dir: Path) -> Iterator[tuple[Path, int]]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
-    "router_loss", "staleness", "prompts_with_turns", "prompts_looked_at",
+    "router_loss", "staleness", "row_tokens", "tree_tokens", "prompts_with_turns", "prompts_looked_at",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -103,6 +103,14 @@ class StepMetrics:
         difference = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO)[mask & ~batch.is_fresh]
         self._add(stale_kl=(difference.exp() - 1 - difference).sum())
 
+    def add_packed(self, batch: PackedBatch, *, is_real: bool) -> None:
+        """Count the tokens of a micro-batch, and those that are computed for them; none where it only keeps other ranks company."""
+        if is_real:
+            num_tokens = len(batch.token_ids)
+            self._add(
+                row_tokens=num_tokens, tree_tokens=num_tokens if batch.tree is None else len(batch.tree.token_ids)
+            )
+
     def add_router_loss(self, router_loss: Tensor) -> None:
         """Add the load-balancing loss of a micro-batch, times its weight."""
         self._add(router_loss=router_loss)
@@ -152,6 +160,8 @@ class StepMetrics:
         out = notes | {f"reward/{name}": statistic(rewards) for name, statistic in REWARD_STATISTICS.items()} | out
         if s["router_loss"]:
             out["actor/router_aux_loss"] = s["router_loss"] / max(s["weight"], 1.0)
+        if s["tree_tokens"]:
+            out["actor/tree_ratio"] = s["row_tokens"] / s["tree_tokens"]
         if s["prompts_looked_at"]:
             out["prompt/turn_frac"] = s["prompts_with_turns"] / s["prompts_looked_at"]
         if s["fresh"]:

@@ -85,7 +85,8 @@ class RowsStreamed(Message, frozen=True):
 class RowDone(Message, frozen=True):
     """A rollout has finished a trajectory; each of `storage_ids` has its bytes, unless there was a `failure`.
 
-    An earlier holder drew the first `num_kept` tokens of the response.
+    An earlier holder drew the first `num_kept` tokens of the response. The row begins with `num_prompt_tokens` of its group's prompt as the data
+    have it; 0 where the prompt is another one, or may be.
     """
 
     row: RowId
@@ -97,6 +98,7 @@ class RowDone(Message, frozen=True):
     num_versions: int = 1
     failure: str = ""
     num_kept: int = 0
+    num_prompt_tokens: int = 0
 
 
 class SampleScored(Message, frozen=True, kw_only=True):

@@ -24,6 +24,8 @@ class RequestRows(Message, frozen=True):
     evaluated: int = -1
     """The newest version whose evaluation it has received, for `train`."""
     is_overdue: bool = False
+    has_trees: bool = False
+    """It computes the prompt that rows of a group share once, so `max_tokens` counts it once."""
 
 
 class RowRef(msgspec.Struct, frozen=True, array_like=True):
@@ -43,6 +45,8 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True):
     reward: float = 0.0
     num_versions: int = 1
     is_partial: bool = False
+    num_prompt_tokens: int = 0
+    """Those of `num_tokens` that all samples of its group begin with; 0 where that is not known."""
 
     @property
     def key(self) -> str:
@@ -60,6 +64,8 @@ class GroupRef(msgspec.Struct, frozen=True):
     versions: list[int]
     num_tokens: list[int]
     rewards: list[float]
+    num_prompt_tokens: int = 0
+    """Those of each of `num_tokens`; 0 where that is not known."""
 
     def row(self, index: int) -> RowId:
         return self.group.row(self.samples[index])
@@ -67,7 +73,8 @@ class GroupRef(msgspec.Struct, frozen=True):
     def rows(self) -> list[RowRef]:
         names = map(self.group.row, self.samples)
         columns = (names, self.attempts, self.storage_ids, self.versions, self.num_tokens, self.rewards)
-        return [RowRef(*values) for values in zip(*columns, strict=True)]
+        prompt = self.num_prompt_tokens
+        return [RowRef(*values, num_prompt_tokens=prompt) for values in zip(*columns, strict=True)]
 
 
 class TrainBatch(Message, frozen=True, kw_only=True):

@@ -30,6 +30,8 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Keep weights, gradients and moments in host memory, and update them there; for GPUs."""
     shard_ranks: Count | None = None
     """Ranks that share one copy of the weights (HSDP); `roles.actor` is a multiple of it, null shards over all (FSDP)."""
+    prefix_tree: bool = True
+    """Compute tokens that rows of a micro-batch share from their first one on, such as a group's prompt, once for all of them."""
     threads: Count | None = None
     """Threads of each rank of the trainer and of the reference; null chooses by the host's cores and the other processes there."""
 

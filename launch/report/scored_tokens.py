@@ -143,7 +143,8 @@ def _by_trainer(learner: ActorLearner, recipe: Recipe, drawn: Sequence[_Drawn]) 
     trajectories = [_trajectory(each.completion) for each in drawn]
     found: dict[int, np.ndarray] = {}
     for (part,) in rounds(trajectories, 1, recipe.optimizer.micro_batch):
-        packed = pack(part, version=0, device=learner.group.device)
+        device = learner.group.device
+        packed = pack(part, version=0, device=device, longest_in_tree=learner.longest_in_tree)
         logprobs = packed_logprobs(learner.policy, packed, recipe)[0]
         own = logprobs.double().cpu().split([len(each.response_ids) for each in part])
         found |= {id(each): logprob.numpy() for each, logprob in zip(part, own, strict=True)}

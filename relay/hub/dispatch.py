@@ -150,7 +150,10 @@ class Dispatcher(Handler):
                 groups = self._still_queued(batch.attempts)
                 break
         else:
-            groups = next_rows(self._tasks[task], self.state, request.max_tokens, len(self._consumers[task]))
+            num_consumers = len(self._consumers[task])
+            groups = next_rows(
+                self._tasks[task], self.state, request.max_tokens, num_consumers, has_trees=request.has_trees
+            )
             if not groups:
                 return None
             number = record.num_batches + 1

@@ -71,7 +71,7 @@ class Results(Handler):
         else:
             ready = ev.RowReady(
                 row=done.row, units=units, version=done.version, num_tokens=done.num_tokens, reward=done.reward,
-                num_versions=done.num_versions, num_kept=done.num_kept,
+                num_versions=done.num_versions, num_kept=done.num_kept, num_prompt_tokens=done.num_prompt_tokens,
             )  # fmt: skip
             self.context.commit(ready)
         if (group := self.state.groups.get(done.row.group)) is not None:

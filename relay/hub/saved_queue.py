@@ -62,7 +62,16 @@ class SavedQueue(Handler):
             say(f"the queue that was saved after step {step} stays on the disk, since this run did not read all of it")
             return 0
         rows = [
-            RowRef(row_id, row.attempt, row.storage_ids, row.version, row.num_tokens, row.reward, row.num_versions)
+            RowRef(
+                row_id,
+                row.attempt,
+                row.storage_ids,
+                row.version,
+                row.num_tokens,
+                row.reward,
+                row.num_versions,
+                num_prompt_tokens=row.num_prompt_tokens,
+            )
             for row_id, row in self.state.rows(RowStatus.READY)
         ]
         rows += [row for row in self._partials.rows.values() if not row.row.is_evaluation]

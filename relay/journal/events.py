@@ -83,7 +83,10 @@ class Moved(Event, frozen=True, kw_only=True):
 
 
 class RowReady(Event, frozen=True, kw_only=True):
-    """A trajectory is finished and scored; each of `units` stores its bytes. An earlier holder drew `num_kept` of its tokens."""
+    """A trajectory is finished and scored; each of `units` stores its bytes. An earlier holder drew `num_kept` of its tokens.
+
+    The first `num_prompt_tokens` of its `num_tokens` are the prompt that all samples of the group have; 0 where that is not known.
+    """
 
     row: RowId
     units: list[str]
@@ -92,6 +95,7 @@ class RowReady(Event, frozen=True, kw_only=True):
     reward: float
     num_versions: int = 1
     num_kept: int = 0
+    num_prompt_tokens: int = 0
 
 
 class GroupRestored(Event, frozen=True, kw_only=True):

@@ -93,6 +93,8 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     num_tokens: int = 0
     reward: float = 0.0
     num_versions: int = 1
+    num_prompt_tokens: int = 0
+    """Those of `num_tokens` that all samples of the group begin with; 0 where that is not known."""
 
     def reset(self) -> None:
         """The row has to be generated again; its next lease gives it another attempt."""

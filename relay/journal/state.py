@@ -150,6 +150,7 @@ def _(event: ev.RowReady, state: HubState) -> None:
     row.num_tokens = event.num_tokens
     row.reward = event.reward
     row.num_versions = event.num_versions
+    row.num_prompt_tokens = event.num_prompt_tokens
     state.losses.finished += 1
     state.window.row_ready()
     state.num_continued += event.num_kept > 0
@@ -174,7 +175,7 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         assert row.attempt <= ref.attempt, f"{ref.row}: attempt {ref.attempt} after {row.attempt}"
         group.rows[ref.row.sample] = Row(
             RowStatus.READY, ref.attempt, ref.version, storage_ids=ref.storage_ids, num_tokens=ref.num_tokens,
-            reward=ref.reward, num_versions=ref.num_versions,
+            reward=ref.reward, num_versions=ref.num_versions, num_prompt_tokens=ref.num_prompt_tokens,
         )  # fmt: skip
     if group.samples(RowStatus.WANTED):
         state.unassigned[event.group] = None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -27,6 +27,8 @@ class Batch:
     columns: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     num_forward: int = 0
     """The last micro-batches, as many on all ranks, are of groups without a gradient: they need no backward pass."""
+    has_trees: bool = False
+    """Each micro-batch is computed as a prefix tree, where the policy allows it; else each row alone."""
 
     @property
     def task(self) -> str:
@@ -42,13 +44,13 @@ class Batch:
         """The batch without some of its groups; as many micro-batches as before."""
         kept = [group for group in self.row_batch.groups if group.group not in groups]
         parts = [[row for row in part if row.row.group not in groups] for part in self.micro_batches]
-        return Batch(msgspec.structs.replace(self.row_batch, groups=kept), parts, self.columns, self.num_forward)
+        return replace(self, row_batch=msgspec.structs.replace(self.row_batch, groups=kept), micro_batches=parts)
 
     def split(self, num_parts: int) -> "Batch":
         """The batch with each micro-batch in this many parts, some of them empty: as many on all ranks."""
         sizes = [(part, math.ceil(len(part) / num_parts)) for part in self.micro_batches]
         parts = [part[i * size : (i + 1) * size] for part, size in sizes for i in range(num_parts)]
-        return Batch(self.row_batch, parts, self.columns, self.num_forward * num_parts)
+        return replace(self, micro_batches=parts, num_forward=self.num_forward * num_parts)
 
     def __getitem__(self, column: str) -> list[np.ndarray]:
         return [self.columns[row.key][column] for row in self.rows]

@@ -27,13 +27,20 @@ class RowRequester:
     """Rank 0 requests, acknowledges and reports, so the hub hears all of it in this order."""
 
     def __init__(
-        self, mailbox: "Mailbox", tasks: Sequence[str], max_tokens: int, deadline_s: float = float("inf")
+        self,
+        mailbox: "Mailbox",
+        tasks: Sequence[str],
+        max_tokens: int,
+        deadline_s: float = float("inf"),
+        *,
+        has_trees: bool = False,
     ) -> None:
-        """deadline_s: seconds without a sign of life of the hub that end the consumer's wait."""
+        """deadline_s: seconds without a sign of life of the hub that end the consumer's wait; has_trees: as in `RequestRows`."""
         self.sign_s = min(_SIGN_S, deadline_s / _SIGNS)
         self._mailbox = mailbox
         self._tasks = list(tasks)
         self._max_tokens = max_tokens
+        self._has_trees = has_trees
         # Answers to an earlier incarnation of this process may still arrive.
         self._request_ids = itertools.count(int(threads.seconds() * 1e9))
         self._open_batches: set[tuple[str, int]] = set()
@@ -55,7 +62,16 @@ class RowRequester:
         """
         request_id = next(self._request_ids)
         open_batches = tuple(sorted(self._open_batches))
-        request = RequestRows(request_id, self._tasks, step, received, open_batches, self._max_tokens, evaluated)
+        request = RequestRows(
+            request_id,
+            self._tasks,
+            step,
+            received,
+            open_batches,
+            self._max_tokens,
+            evaluated,
+            has_trees=self._has_trees,
+        )
         began = threads.seconds()
         sent_at = -float("inf")  # the caller of `ExperienceStream.next` holds the deadline
         while not self.is_closing:

@@ -30,7 +30,7 @@ from ...comm.messages.queue import (
 from ...comm.messages.run import Stop
 from ...comm.waits import join_thread, waiting
 from .batch import Batch
-from .micro_batches import rounds
+from .micro_batches import tree_rounds
 from .replicated_rows import ReplicatedRows
 from .requester import POLL_S, RowRequester
 
@@ -98,7 +98,7 @@ class SingleRank:
 class RowFetcher:
     """A thread that requests rows and fetches this rank's share of them ahead of `next`.
 
-    `max_tokens` is the size of a micro-batch. `steps` are the optimizer steps to take groups for; the thread ends with the last.
+    `max_tokens` is the size of a micro-batch; rows of up to `longest_in_tree` tokens are computed together. `steps` are the optimizer steps to take groups for; the thread ends with the last.
     The caller has the evaluations up to version `evaluated`.
     """
 
@@ -110,6 +110,7 @@ class RowFetcher:
         team: ThreadTeam,
         *,
         max_tokens: int,
+        longest_in_tree: int,
         steps: range,
         evaluated: int,
         needs_gradient: NeedsGradient,
@@ -119,6 +120,7 @@ class RowFetcher:
         self._columns = columns
         self._team = team
         self._max_tokens = max_tokens
+        self._longest_in_tree = longest_in_tree
         self._steps = steps
         self._evaluated = evaluated
         self._needs_gradient = needs_gradient
@@ -222,9 +224,10 @@ class RowFetcher:
         kinds: dict[bool, list[RowRef]] = {True: [], False: []}
         for group in row_batch.groups:
             kinds[self._needs_gradient(group)] += group.rows()
-        planned, forward = (rounds(kinds[kind], self._team.size, self._max_tokens) for kind in (True, False))
+        sizes = (self._team.size, self._max_tokens, self._longest_in_tree)
+        planned, forward = (tree_rounds(kinds[kind], *sizes) for kind in (True, False))
         parts = [of_ranks[self._team.rank] for of_ranks in planned + forward]
-        batch = Batch(row_batch, parts, num_forward=len(forward))
+        batch = Batch(row_batch, parts, num_forward=len(forward), has_trees=self._longest_in_tree > 0)
         batch.columns, reasons = self._storage.get_rows(batch.rows, self._columns)
         flags = self._team.true_anywhere([row.key in reasons for row in row_batch.rows()])
         lost = [row for row, is_lost in zip(row_batch.rows(), flags, strict=True) if is_lost]
@@ -252,7 +255,8 @@ class ExperienceStream:
     """Batches of `tasks`, the first in the list first, until the hub ends the run. The module's docstring has an example.
 
     `steps` are the optimizer steps to take groups for, if `train` is one of the tasks; the stream ends with the last.
-    The caller has the evaluations up to version `evaluated`. Rows of groups that are not `needs_gradient` are the last ones of
+    The caller has the evaluations up to version `evaluated`. Micro-batches have up to `max_tokens` tokens, as `tree_rounds` counts them for
+    `longest_in_tree`. Rows of groups that are not `needs_gradient` are the last ones of
     their batch, in micro-batches of their own.
     """
 
@@ -265,6 +269,7 @@ class ExperienceStream:
         *,
         steps: range = range(0),
         max_tokens: int = 1 << 14,
+        longest_in_tree: int = 0,
         evaluated: int = -1,
         needs_gradient: NeedsGradient = lambda _: True,
         thread_team: ThreadTeam | None = None,
@@ -276,10 +281,13 @@ class ExperienceStream:
         self._what = f"rows for {' or '.join(tasks)}"
         self._team: CallerTeam = caller_team or SingleRank()
         self._deadline_s = deadline_s
-        self._requester = RowRequester(mailbox, tasks, max_tokens * team.size, deadline_s)
+        self._requester = RowRequester(
+            mailbox, tasks, max_tokens * team.size, deadline_s, has_trees=longest_in_tree > 0
+        )
         self._fetcher = RowFetcher(
             self._requester, storage, columns, team,
-            max_tokens=max_tokens, steps=steps, evaluated=evaluated, needs_gradient=needs_gradient,
+            max_tokens=max_tokens, longest_in_tree=longest_in_tree, steps=steps, evaluated=evaluated,
+            needs_gradient=needs_gradient,
         )  # fmt: skip
 
     def start(self) -> "ExperienceStream":

@@ -58,8 +58,10 @@ def pipeline(queue: QueueSettings, algorithm: AlgorithmSettings) -> dict[str, Ta
     return tasks | {TRAIN: Task(TRAIN, needs=frozenset(known))}
 
 
-def next_rows(task: Task, state: HubState, max_tokens: int, num_consumers: int = 1) -> list[GroupRef]:
-    """The rows that a consumer of a task gets now, by group; empty if none is ready.
+def next_rows(
+    task: Task, state: HubState, max_tokens: int, num_consumers: int = 1, *, has_trees: bool = False
+) -> list[GroupRef]:
+    """The rows that a consumer of a task gets now, by group; empty if none is ready. has_trees: of its request.
 
     Ready are rows that have the columns the task needs, were not handed to it, and are not in training yet. Only the task's own
     events change its record, so each row is handed out once. A slow member of a group does not delay the others.
@@ -73,23 +75,31 @@ def next_rows(task: Task, state: HubState, max_tokens: int, num_consumers: int =
     ]
     chosen: dict[int, tuple[Group, list[int]]] = {}
     sizes = [group.rows[sample].num_tokens for group, sample in ready]
-    for group, sample in (ready[index] for index in equal_share(sizes, num_consumers, max_tokens)):
+    prompts = [(group.lease_order, group.rows[sample].num_prompt_tokens if has_trees else 0) for group, sample in ready]
+    for group, sample in (ready[index] for index in equal_share(sizes, num_consumers, max_tokens, prompts)):
         chosen.setdefault(group.lease_order, (group, []))[1].append(sample)
     return [group_ref_of(group, samples) for group, samples in chosen.values()]
 
 
-def equal_share(sizes: Sequence[int], num_consumers: int, max_tokens: int) -> list[int]:
+def equal_share(
+    sizes: Sequence[int], num_consumers: int, max_tokens: int, prompts: Sequence[tuple[int, int]] = ()
+) -> list[int]:
     """Indices of the items that one of several consumers gets, which ask one by one.
 
     All items are divided into equal parts, one for each consumer. The heaviest goes out: its first items, as many as fit into
-    `max_tokens`, at least one. It stops at the first that does not fit, so no item is overtaken.
+    `max_tokens`, at least one. It stops at the first that does not fit, so no item is overtaken. prompts: for each item the group with
+    which it shares its first tokens, and how many; those of the first one alone count toward `max_tokens`.
     """
     parts = balanced(sizes, num_consumers)
     heaviest = max(parts, key=lambda part: sum(sizes[index] for index in part))
     share: list[int] = []
     num_tokens = 0
+    seen: set[tuple[int, int]] = set()
     for index in sorted(heaviest):
         num_tokens += sizes[index]
+        if prompts:
+            num_tokens -= prompts[index][1] if prompts[index] in seen else 0
+            seen.add(prompts[index])
         if share and num_tokens > max_tokens:
             break
         share.append(index)
@@ -99,6 +109,7 @@ def equal_share(sizes: Sequence[int], num_consumers: int, max_tokens: int) -> li
 def group_ref_of(group: Group, samples: list[int]) -> GroupRef:
     """The metadata of these samples of a group that a consumer gets."""
     rows = [group.rows[sample] for sample in samples]
+    prompts = {row.num_prompt_tokens for row in rows}
     return GroupRef(
         group=group.id,
         samples=samples,
@@ -107,6 +118,7 @@ def group_ref_of(group: Group, samples: list[int]) -> GroupRef:
         versions=[row.version for row in rows],
         num_tokens=[row.num_tokens for row in rows],
         rewards=[row.reward for row in rows],
+        num_prompt_tokens=prompts.pop() if len(prompts) == 1 else 0,  # others are not one prompt
     )
 
 

@@ -26,7 +26,7 @@ from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import BatchSettings, ModelSettings, OptimizerSettings, Recipe
 from headrace.launch.processes.child import print_message
 from headrace.relay.queue.batch import Batch
-from headrace.relay.queue.micro_batches import rounds
+from headrace.relay.queue.micro_batches import tree_rounds
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.learners.actor import Actor
 from headrace.trainer.step_metrics import StepMetrics
@@ -88,7 +88,7 @@ def write_rollouts(folder: Path) -> int:
     return sum(lengths) + _NUM_SAMPLES * sum(map(len, prompts))
 
 
-def _batch(folder: Path, max_tokens: int) -> Batch:
+def _batch(folder: Path, max_tokens: int, longest_in_tree: int) -> Batch:
     """The rollouts as the experience queue gives them."""
     given = json.loads((folder / "rollouts.json").read_text())
     groups: list[GroupRef] = []
@@ -98,7 +98,8 @@ def _batch(folder: Path, max_tokens: int) -> Batch:
         part = slice(index * _NUM_SAMPLES, (index + 1) * _NUM_SAMPLES)
         responses, units = given["completions"][part], [["relay-0#1"] for _ in each]
         sizes = [len(prompt) + len(response) for response in responses]
-        group = GroupRef(GroupId(0, index), [*each], same, units, [0 for _ in each], sizes, given["rewards"][part])
+        rewards = given["rewards"][part]
+        group = GroupRef(GroupId(0, index), [*each], same, units, [0 for _ in each], sizes, rewards, len(prompt))
         groups.append(group)
         for row, response in zip(group.rows(), responses, strict=True):
             columns[row.key] = {
@@ -109,7 +110,8 @@ def _batch(folder: Path, max_tokens: int) -> Batch:
                 "truncated": np.zeros(1, np.uint8),
             }
     taken = TrainBatch(step=0, first=0, total=len(groups), groups=groups, metrics={})
-    return Batch(taken, [parts[0] for parts in rounds(taken.rows(), 1, max_tokens)], columns)
+    planned = tree_rounds(taken.rows(), 1, max_tokens, longest_in_tree)
+    return Batch(taken, [parts[0] for parts in planned], columns, has_trees=longest_in_tree > 0)
 
 
 def _serve(folder: Path) -> None:
@@ -121,7 +123,7 @@ def _serve(folder: Path) -> None:
         optimizer=OptimizerSettings(lr=1e-4, micro_tokens=_MICRO_TOKENS),
     )
     actor = Actor(recipe, ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=60.0))
-    batch = _batch(folder, _MICRO_TOKENS)
+    batch = _batch(folder, _MICRO_TOKENS, actor.longest_in_tree)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
     before = resident_bytes("VmRSS")
     print("ready", flush=True)

@@ -5,6 +5,8 @@ import math
 import pytest
 
 from headrace.comm.messages import GroupId, RowDone
+from headrace.rollout.engine.sequence import Completion
+from headrace.rollout.environments.base import Episode
 from headrace.rollout.leased_row import LeasedRow
 
 
@@ -16,3 +18,19 @@ def test_a_reward_that_no_row_and_no_journal_takes_fails_its_trajectory(reward: 
     report = row.report(["unit"])
     assert isinstance(report, RowDone)
     assert (report.reward, report.failure) == (None, f"the reward is {reward}")
+
+
+@pytest.mark.parametrize(
+    ("episode", "is_own", "expected"),
+    [(None, False, 3), (Episode("2 + 2"), False, 3), (Episode("2 + 2 in room 7"), False, 0), (None, True, 0)],
+)
+def test_only_the_prompt_of_the_data_is_reported_as_shared_by_the_group(
+    episode: Episode | None, is_own: bool, expected: int
+):
+    """Micro-batches are planned by it: what another sample of the group may not have would need memory that nobody planned."""
+    done = Completion(0, [5, 6, 7], [8, 9], [-1.0, -1.0], "stop")
+    row = LeasedRow(GroupId(0, 5).row(0), 1, 3, {"prompt": "2 + 2"}, done, episode=episode, has_own_prompt=is_own)
+    row.set_reward(1.0)
+    report = row.report(["unit"])
+    assert isinstance(report, RowDone)
+    assert (report.num_tokens, report.num_prompt_tokens) == (5, expected)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headrace.comm.messages import RowId
 from headrace.comm.messages.queue import RowRef
 from headrace.relay.queue.micro_batches import rounds
-from headrace.trainer.batch import Trajectory, pack
+from headrace.trainer.batch import PackedBatch, Trajectory, pack
 
 
 def trajectory(prompt: list[int], response: list[int], version: int = 0, advantage: float = 0.0) -> Trajectory:
@@ -30,6 +30,29 @@ def test_each_target_is_predicted_by_the_token_before_it():
     assert batch.cu_seqlens.tolist() == [0, 4, 6]
     assert batch.predictors.tolist() == [1, 2, 4]
     assert batch.token_ids[batch.predictors + 1].tolist() == batch.targets.tolist()
+
+
+def packed_as_tree(*rows: tuple[list[int], list[int]]) -> PackedBatch:
+    return pack([trajectory(*row) for row in rows], 0, torch.device("cpu"), longest_in_tree=100)
+
+
+def test_rows_with_a_common_beginning_become_a_tree_in_which_a_token_predicts_those_of_several_rows():
+    batch = packed_as_tree(([5, 6, 7, 8], [1, 2]), ([5, 6, 7, 8], [3]), ([5, 6, 7, 8], [1, 4]))
+    assert batch.tree is not None
+    assert batch.tree.token_ids.tolist() == [5, 6, 7, 8, 1, 2, 1, 4, 3], (
+        "one common token more is too short for a branch"
+    )
+    assert batch.predictors.tolist() == [3, 4, 3, 3, 6]
+    assert batch.targets.tolist() == [1, 2, 3, 1, 4] and batch.response_lengths.tolist() == [2, 1, 2]
+
+
+def test_rows_with_little_in_common_or_too_long_for_a_tree_are_packed_alone():
+    prompt = [5, 6, 7, 8]
+    assert packed_as_tree((prompt[:3], [1, 2]), (prompt[:3], [3])).tree is None, "three tokens are too few"
+    assert packed_as_tree((prompt, [1] * 90), (prompt, [2] * 90)).tree is None, "less than 5 % of the tokens"
+    assert packed_as_tree((prompt, [1] * 97), (prompt, [1] * 97)).tree is None, "more than 100 tokens"
+    assert packed_as_tree((prompt, [1] * 96), (prompt, [1] * 96)).tree is not None
+    assert pack([trajectory(prompt, [1])] * 2, 0, torch.device("cpu")).tree is None
 
 
 def test_advantages_and_freshness_are_spread_over_the_tokens():

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from support.small_disk import fill, small_disk
 
 from headrace.comm import disk as disk_module
@@ -22,7 +24,7 @@ def batch_of(first: int) -> Batch:
     early, late = group.rows()
     rng = np.random.default_rng(first)
     columns = {row.key: {"response_ids": rng.integers(0, 9, row.num_tokens)} for row in (early, late)}
-    return Batch(row_batch, [[late], [early], []], columns, num_forward=2)
+    return Batch(row_batch, [[late], [early], []], columns, num_forward=2, has_trees=first % 2 == 0)
 
 
 def test_batches_are_read_in_their_order_with_their_micro_batches(tmp_path: Path):
@@ -34,9 +36,23 @@ def test_batches_are_read_in_their_order_with_their_micro_batches(tmp_path: Path
     found = list(StepReplay(tmp_path, 2).batches())
     assert [(b.row_batch, b.micro_batches) for b in found] == [(b.row_batch, b.micro_batches) for b in batches]
     assert [batch.num_forward for batch in found] == [2] * 12
+    assert [batch.has_trees for batch in found] == [first % 2 == 0 for first in range(12)]
     for batch, again in zip(batches, found, strict=True):
         for one, other in zip(batch["response_ids"], again["response_ids"], strict=True):
             assert np.array_equal(one, other)
+
+
+def test_files_of_earlier_versions_do_not_say_that_they_have_trees_and_have_none(tmp_path: Path):
+    log = StepLog(tmp_path)
+    log.add(batch_of(0))
+    log.write(0)
+    with safe_open(path := tmp_path / "rows/step_0.safetensors", framework="numpy") as file:
+        listed = file.metadata()["list"]
+        columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    assert '"has_trees":true' in listed
+    save_file(columns, path, {"list": listed.replace(',"has_trees":true', "")})
+    (found,) = StepReplay(tmp_path, 0).batches()
+    assert not found.has_trees and found.micro_batches == batch_of(0).micro_batches
 
 
 def test_each_step_and_each_rank_has_its_own_rows(tmp_path: Path):

@@ -139,3 +139,14 @@ def test_the_length_of_a_response_leaves_out_what_its_environment_inserted():
     stats.add(batch)
     metrics = stats.metrics(VERSION)
     assert (metrics["response_length/mean"], metrics["response_length/max"]) == (3.0, 3.0)
+
+
+def test_the_ratio_of_the_tree_is_over_all_micro_batches_that_have_rows():
+    ones = np.ones(4, np.uint8)
+    row = Trajectory(np.arange(8), np.arange(4), -ones, ones, VERSION, advantages=ones)
+    stats = stats_of(VERSION, 0.0)
+    assert "actor/tree_ratio" not in stats.metrics(VERSION), "an emulated trainer computes none"
+    for longest in (100, 0):
+        stats.add_packed(pack([row] * 3, VERSION, torch.device("cpu"), longest_in_tree=longest), is_real=True)
+    stats.add_packed(pack([PADDING_TRAJECTORY], VERSION, torch.device("cpu")), is_real=False)
+    assert stats.metrics(VERSION)["actor/tree_ratio"] == 72 / (12 + 36)

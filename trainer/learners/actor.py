@@ -16,9 +16,9 @@ from ..actor_group import ActorGroup
 from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import LossTerms, policy_loss
 from ..algorithms.router_loss import load_balancing_loss
-from ..batch import PADDING_TRAJECTORY, PackedBatch, TrajectoryBatch, check_tokens, pack, trainable
+from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, TrajectoryBatch, check_tokens, pack, trainable
 from ..checkpoint import TrainingState, load_state
-from ..logprobs import packed_logprobs, response_logprobs
+from ..logprobs import longest_in_tree, packed_logprobs, response_logprobs
 from ..policy.adapter_files import AdapterBase, check_adapter
 from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
@@ -45,6 +45,10 @@ class Actor:
         self.policy = group.load(recipe, self.adapter_base)
         if recipe.generator.exact:
             self.policy.make_exact(getattr(torch, recipe.model.compute_type))
+        self.longest_in_tree = longest_in_tree(self.policy, recipe)
+        """Of new batches; that of saved ones is in them."""
+        if recipe.trainer.prefix_tree and group.is_lead and (why := self.policy.rows_alone):
+            say(f"trainer.prefix_tree: {why}")
         self.updater = Updater(self.policy, recipe.optimizer)
         self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
@@ -151,7 +155,8 @@ class Actor:
             for number, rows in enumerate(micro_batches):
                 needs_gradient = number < len(micro_batches) - batch.batch.num_forward
                 is_updated = bool(self.updates)
-                packed = pack(rows or [PADDING_TRAJECTORY], self.version, self.group.device, is_updated=is_updated)
+                packed = self.pack(batch.batch, rows, is_updated=is_updated)
+                stats.add_packed(packed, is_real=bool(rows))
                 logprobs = self._backward(packed, stats, needs_gradient=needs_gradient and not self.is_frozen)
                 if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
                     for row, own in zip(rows, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
@@ -159,6 +164,12 @@ class Actor:
             self._num_groups += len(batch.batch.row_batch.groups)
             if self._num_groups in self.recipe.batch.update_ends[:-1]:
                 self._update()
+
+    def pack(self, batch: Batch, rows: list[Trajectory], *, is_updated: bool) -> PackedBatch:
+        """A micro-batch of a batch of this rank, which may have no rows."""
+        rows = rows or [PADDING_TRAJECTORY]
+        longest = self.policy.longest_in_tree if batch.has_trees else 0
+        return pack(rows, self.version, self.group.device, is_updated=is_updated, longest_in_tree=longest)
 
     def _backward(self, batch: PackedBatch, stats: StepMetrics, *, needs_gradient: bool) -> Tensor:
         """Add the gradient of a micro-batch, unless it has none, and its figures; returns its log-probs [R]."""
@@ -188,7 +199,10 @@ class Actor:
         if not router_logits:
             return logprobs, terms, None
         # Of this micro-batch alone: an update has the mean of its micro-batches, by their weights.
-        router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok)
+        weights = None
+        if batch.tree is not None:  # a shared token counts as often as it is in rows
+            weights = torch.from_numpy(np.bincount(batch.tree.row_nodes)).to(self.group.device)
+        router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok, weights)
         loss = terms.loss + router_coef * terms.weight * router_loss
         return logprobs, terms._replace(loss=loss), router_loss.detach() * terms.weight
 

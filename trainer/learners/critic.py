@@ -52,7 +52,7 @@ class Critic:
 
     def values(self, batch: Batch) -> list[np.ndarray]:
         """[R] for each of this rank's rows, of the state before each token of the response; a collective."""
-        found = by_row(batch, self._group.device, self._values)
+        found = by_row(self.model.policy, batch, self._group.device, self._values)
         self._group.reshard(self.model.policy, self.model.head)
         return found
 

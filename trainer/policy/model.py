@@ -25,8 +25,10 @@ from .exact.decoder import ExactDecoder
 from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
 from .lm_head import LogitsHead
 from .loading import read_weights
+from .prefix_tree import PrefixTree
 from .rope import LongRope, RopeRows
 from .tensor_parallel import TensorParallel, splits_for
+from .tree_attention import TreeAttention
 
 transformers_logging.disable_progress_bar()
 
@@ -142,6 +144,33 @@ class Policy(nn.Module):
             return self._forward_sequences(token_ids, lengths)
         hidden = self._forward_sequences(token_ids[passes.tokens.to(token_ids.device)], passes.lengths)
         return hidden[passes.results.to(hidden.device)]
+
+    @property
+    def longest_in_tree(self) -> int:
+        """Tokens of the longest row that `forward_tree` computes like `forward_packed`; 0 where it computes none."""
+        if self.exact is not None:
+            return 0
+        return self.context if self.rope.switch is None else self.rope.switch
+
+    @property
+    def rows_alone(self) -> str:
+        """Which rows `forward_tree` does not compute, and why; empty where it computes all of them."""
+        if self.exact is not None:
+            return "tokens that rows share are computed in each of them, as generator.exact demands"
+        if self.rope.switch is not None:
+            return (
+                f"micro-batches with a row of more than {self.rope.switch:,} tokens compute each row alone, since LongRoPE gives"
+                " its tokens other frequencies"
+            )
+        return ""
+
+    def forward_tree(self, tree: PrefixTree, device: torch.device) -> Tensor:
+        """Hidden states [N, hidden] of the tokens of a trie of rows, on the device that computes them. Differentiable.
+
+        Weights that are offloaded lie elsewhere, so `self.device` is not this one.
+        """
+        token_ids, positions = (torch.from_numpy(x).to(device, torch.long) for x in (tree.token_ids, tree.positions))
+        return self(token_ids, positions, TreeAttention(tree, device))
 
     def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
         rows = [self.rope.of_chunk(0, length, length) for length in lengths]

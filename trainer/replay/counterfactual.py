@@ -17,7 +17,7 @@ from ...relay.weights.layout import local_tensor
 from ..actor_group import ActorGroup
 from ..algorithms.advantages import open_estimator
 from ..algorithms.objective import LossTerms, token_losses
-from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, TrajectoryBatch, pack, trainable
+from ..batch import PackedBatch, Trajectory, TrajectoryBatch, trainable
 from ..learners.actor import Actor
 from ..learners.advantages import add_advantages
 from ..step_metrics import StepMetrics
@@ -153,8 +153,7 @@ class CounterfactualActor(Actor):
             for part in batch.batch.micro_batches:
                 for ref in part:
                     rows[ref.key].proximal_logprobs = batch.by_key[ref.key].proximal_logprobs
-                own = [rows[ref.key] for ref in part] or [PADDING_TRAJECTORY]
-                packed = pack(own, self.version, self.group.device, is_updated=bool(self.updates))
+                packed = self.pack(batch.batch, [rows[ref.key] for ref in part], is_updated=bool(self.updates))
                 logprobs, terms, _ = self._forward(packed, tally.algorithm)
                 terms.loss.backward()
                 weight += float(terms.weight)

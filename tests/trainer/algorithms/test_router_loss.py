@@ -36,6 +36,17 @@ def test_a_balanced_router_has_a_loss_of_top_k_and_a_collapsed_one_more():
     assert load_balancing_loss([collapsed], 1) == pytest.approx(4.0)
 
 
+def test_a_token_with_a_weight_counts_as_so_many_tokens():
+    rng = torch.Generator().manual_seed(0)
+    layers = [torch.randn(9, 8, generator=rng).requires_grad_() for _ in range(3)]
+    weights = torch.tensor([1, 8, 1, 2, 1, 1, 64, 3, 1])
+    loss = load_balancing_loss(layers, 2, weights)
+    repeated = load_balancing_loss([layer.repeat_interleave(weights, 0) for layer in layers], 2)
+    assert loss.dtype == torch.float32 and torch.allclose(loss, repeated, atol=1e-6)
+    for found, wanted in zip(torch.autograd.grad(loss, layers), torch.autograd.grad(repeated, layers), strict=True):
+        assert (found - wanted).abs().max() < 1e-6 and found.abs().max() > 1e-3
+
+
 def test_a_policy_without_routers_is_refused(tmp_path):
     policy = load_policy(tiny_policy(tmp_path), weights=False)
     with pytest.raises(SettingError, match="algorithm.router_aux_coef"), recorded_routers(policy):
