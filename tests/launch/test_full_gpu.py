@@ -50,13 +50,13 @@ def test_a_micro_batch_is_halved_for_each_such_death_and_never_empty():
 def test_a_trainer_that_died_of_a_full_gpu_starts_again_with_half_the_micro_batch_and_ends_its_run(
     job: MakeJob, advantage: str
 ):
-    # A group comes whole: 16 responses of 12 tokens are too many for the loss, half of them are not.
+    # A group comes whole, and its prompt counts once: 16 responses of 12 tokens are too many for the loss, half of them are not.
     settings = {"batch__prompts_per_step": 1, "batch__samples_per_prompt": 16}
-    ended = job(run__steps=2, optimizer__micro_tokens=320, algorithm__advantage=advantage, **settings)
+    ended = job(run__steps=2, optimizer__micro_tokens=240, algorithm__advantage=advantage, **settings)
     (ended.folder / "loss.py").write_text(GREEDY_LOSS)
     console = ended.run(**{"algorithm.loss": f"{ended.folder / 'loss.py'}:loss"})
     [line] = [line for line in console.splitlines() if "out of memory" in line]
     assert "Tried to allocate 2.00 GiB" in line and "; set a smaller optimizer.micro_tokens" in line
-    assert "a micro-batch has at most 160 tokens now, instead of optimizer.micro_tokens=320" in console
+    assert "a micro-batch has at most 120 tokens now, instead of optimizer.micro_tokens=240" in console
     assert ended.summary()["trainer_restarts"] == 1
     assert_account_adds_up(ended)
