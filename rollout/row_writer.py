@@ -92,7 +92,7 @@ class RowWriter:
             self._error = error
 
     def _take(self) -> list[LeasedRow | list[StreamedRow]]:
-        """What is queued by now, in order; waits a moment for the first."""
+        """The rows that are queued by now, in order; it waits a moment for the first."""
         taken: list[LeasedRow | list[StreamedRow]] = []
         with suppress(queue.Empty):
             taken.append(self._rows.get(timeout=POLL_S))

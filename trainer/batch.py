@@ -187,7 +187,7 @@ def pack(
 ) -> PackedBatch:
     """Pack trajectories end to end; `version` is the one in training, `is_updated` that of the batch.
 
-    What they have in common is computed once, unless that gains nothing or one of them is longer than `longest_in_tree` tokens.
+    Tokens that they share are computed once, unless that gains nothing or one of them is longer than `longest_in_tree` tokens.
     """
     lengths = [t.num_tokens for t in trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)])

@@ -162,7 +162,7 @@ def line_name(journal: Path, place: int) -> str:
 def _first_line(file: IO[bytes]) -> Event | None:
     """The first event of a file, None without a whole line. Only the line that says where a file begins is read off.
 
-    Raises `JournalError` for a line that is no event.
+    Raises `JournalError` for a line that is not an event.
     """
     line = file.readline()
     event = None

@@ -73,7 +73,7 @@ def _fold(
 
 
 def _decoded(journal: Path, place: int, lines: bytes) -> list[Event]:
-    """The events of a block of lines. One that is none has its name in the error."""
+    """The events of a block of lines. The error names a line that is not an event."""
     try:
         return decode_events(lines)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -58,7 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
         if not all(
             isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name for name in names
         ):
-            raise SettingError(f"model.path: {index} names a file that is no safetensors file of its folder")
+            raise SettingError(f"model.path: {index} names a file that is not a safetensors file of its folder")
         files = [folder / name for name in sorted(names)]
     else:
         files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))

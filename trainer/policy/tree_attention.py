@@ -127,7 +127,7 @@ class _RowClass(NamedTuple):
 
 
 class _OwnClass(NamedTuple):
-    """Branches of about equal length: the indices of their tokens [members * longest], which of them are no padding, and the shape."""
+    """Branches of about equal length: the indices of their tokens [members * longest], which of them are not padding, and the shape."""
 
     tokens: Tensor
     is_real: Tensor
