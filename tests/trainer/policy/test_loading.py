@@ -54,7 +54,9 @@ def test_a_checkpoint_of_several_files_is_read_as_its_index_says(tmp_path):
 def test_an_index_that_leaves_its_folder_is_refused(tmp_path, name):
     path = tiny_policy(tmp_path)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    with pytest.raises(SettingError, match=r"model\.path: .* names a file that is not a safetensors file of its folder"):
+    with pytest.raises(
+        SettingError, match=r"model\.path: .* names a file that is not a safetensors file of its folder"
+    ):
         load_policy(path)
 
 
