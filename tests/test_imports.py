@@ -41,6 +41,7 @@ FOLDERS = (
 """Folders of one floor, lowest first."""
 LAB = "launch.lab"
 MAX_CHAIN = 12
+"""Files. Before snapshots it was 11: msgspec has to see the types of the whole hub state, so its records import the events."""
 
 
 def test_imports_only_go_down():

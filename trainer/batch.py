@@ -138,8 +138,8 @@ PADDING_TRAJECTORY = Trajectory(_ZERO, _ZERO, rollout_logprobs=_ZERO, loss_mask=
 class PackedBatch:
     """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
-    token_ids [T]; cu_seqlens [n + 1]; tree: their trie, if it is computed in place of them; predictors [R]: index of the token, of the trie if
-    there is one, whose hidden state predicts each response token;
+    token_ids [T]; cu_seqlens [n + 1]; tree: their trie, if it is computed in place of them; predictors [R]: index of the token, of the
+    trie if there is one, whose hidden state predicts each response token;
     targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
     token; response_lengths [n] int64: response tokens of each trajectory, R in all. The other [R] are None if a
     trajectory lacks them. is_updated: whether the policy in training has had an update of this version; else it is itself the

@@ -59,7 +59,7 @@ def longest_in_tree(policy: "Policy", recipe: Recipe) -> int:
 def by_row(
     policy: "Policy", batch: "Batch", device: torch.device, compute: Callable[[PackedBatch], Tensor]
 ) -> list[np.ndarray]:
-    """`compute` of a policy, which returns a number [R] for each response token, without gradient: [R] float32 for each of this rank's rows."""
+    """Numbers [R] float32 for the response tokens of each of this rank's rows, as `compute` returns them for a packed batch; without gradient."""
     longest = policy.longest_in_tree if batch.has_trees else 0
     found: list[np.ndarray] = []
     for part in batch.micro_batches:

@@ -1,7 +1,8 @@
 """The training data of each step in the run folder: `rows/step_N.safetensors` with the batches and their rows' columns.
 
 A batch is saved with its micro-batches, which decide the packing, whether they are computed as prefix trees, and with the number of
-threads, so a replay adds up the same numbers in the same order. With several actor ranks each saves its own rows, rank 1 in `rows/step_N.1.safetensors`.
+threads, so a replay adds up the same numbers in the same order. With several actor ranks each saves its own rows, rank 1 in
+`rows/step_N.1.safetensors`.
 """
 
 from collections.abc import Collection, Iterator

@@ -85,8 +85,8 @@ class RowsStreamed(Message, frozen=True):
 class RowDone(Message, frozen=True):
     """A rollout has finished a trajectory; each of `storage_ids` has its bytes, unless there was a `failure`.
 
-    An earlier holder drew the first `num_kept` tokens of the response. The row begins with `num_prompt_tokens` of its group's prompt as the data
-    have it; 0 where the prompt is another one, or may be.
+    An earlier holder drew the first `num_kept` tokens of the response. `num_prompt_tokens`: those of the data's prompt, with which
+    the row begins; 0 where its prompt is another one, or may be.
     """
 
     row: RowId

@@ -50,8 +50,9 @@ def tree_rounds(
 ) -> list[list[list[RowRef]]]:
     """`rounds` for a trainer that computes what a group's rows have in common once, if no row is longer than `longest_in_tree`.
 
-    Tokens count as often as they are computed, and an eighth beside: attention may gather the keys of each row, which take at most
-    this share of a layer's memory. So a group stays whole where it fits into a micro-batch, unless its parts make the ranks' shares more even.
+    A token counts once for each time that it is computed, and an eighth for each other row that has it: attention may gather the keys
+    of each row, which take at most this share of a layer's memory. So a group stays whole where it fits into a micro-batch, unless
+    its parts make the ranks' shares more even.
     """
     if not rows or max(row.num_tokens for row in rows) > longest_in_tree:
         return rounds(rows, num_ranks, max_tokens)

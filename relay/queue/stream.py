@@ -98,7 +98,8 @@ class SingleRank:
 class RowFetcher:
     """A thread that requests rows and fetches this rank's share of them ahead of `next`.
 
-    `max_tokens` is the size of a micro-batch; rows of up to `longest_in_tree` tokens are computed together. `steps` are the optimizer steps to take groups for; the thread ends with the last.
+    `max_tokens` is the size of a micro-batch; rows of up to `longest_in_tree` tokens are computed together. `steps` are the
+    optimizer steps to take groups for; the thread ends with the last.
     The caller has the evaluations up to version `evaluated`.
     """
 

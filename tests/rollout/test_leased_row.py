@@ -27,7 +27,7 @@ def test_a_reward_that_no_row_and_no_journal_takes_fails_its_trajectory(reward: 
 def test_only_the_prompt_of_the_data_is_reported_as_shared_by_the_group(
     episode: Episode | None, is_own: bool, expected: int
 ):
-    """Micro-batches are planned by it: what another sample of the group may not have would need memory that nobody planned."""
+    """Micro-batches are planned by this number: if a sample lacked these tokens, its micro-batch would need more memory than planned."""
     done = Completion(0, [5, 6, 7], [8, 9], [-1.0, -1.0], "stop")
     row = LeasedRow(GroupId(0, 5).row(0), 1, 3, {"prompt": "2 + 2"}, done, episode=episode, has_own_prompt=is_own)
     row.set_reward(1.0)

@@ -42,7 +42,7 @@ class Scene:
         self.writer = RowWriter(rollout.open_mailbox("rollout-0"), self.storage, 30.0)
 
     def written(self, *items: LeasedRow | list[StreamedRow]) -> list[object]:
-        """What the hub hears when these were queued before the writer began."""
+        """The messages to the hub for items that were queued before the writer began."""
         for item in items:
             self.writer.submit(item)
         assert self.writer.backlog == len(items)

@@ -10,6 +10,7 @@ from support.policies import tiny_policy
 
 from headrace.comm.errors import WaitTimeout
 from headrace.comm.fleet import TRAINS_AGAIN
+from headrace.comm.messages import RowDone
 from headrace.comm.messages.base import RowId
 from headrace.comm.shared_memory import Segment
 from headrace.launch.config.load import read_recipe
@@ -75,5 +76,23 @@ def test_a_trajectory_that_cannot_be_trained_is_refused_where_it_enters(tmp_path
     with pytest.raises(ValueError, match=message):
         service.put(sample, prompt, response, [-1.0] * len(response), reward=1.0)
     assert sample.row_id.number in service._leases.held
+    service.close()
+    segment.close()
+
+
+def test_a_prompt_that_a_generator_of_the_users_made_is_not_taken_for_that_of_its_group(tmp_path: Path, monkeypatch):
+    network = MemoryNetwork()
+    recipe = read_recipe(None, [f"model.path={tiny_policy(tmp_path)}", "comm.deadline_s=10"])
+    segment = Segment.create_anonymous("weights")
+    MemoryFleet.join_network(network, "hub")
+    MemoryFleet.join_network(network, "relay", info={"segment": segment.path})
+    service = GeneratorService(MemoryFleet.join_network(network, "rollout"), recipe).start()
+    written: list[LeasedRow] = []
+    monkeypatch.setattr(service._row_writer, "submit", written.append)
+    sample = LeasedRow(RowId(0, 1, 2), 1, version=0, row={"prompt": "2 + 2"})
+    service._leases.held[sample.row_id.number] = sample
+    service.put(sample, [1, 2, 3], [5], [-1.0], reward=1.0)
+    report = written[0].report(["unit"])
+    assert isinstance(report, RowDone) and (report.num_tokens, report.num_prompt_tokens) == (4, 0)
     service.close()
     segment.close()

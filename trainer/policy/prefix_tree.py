@@ -33,8 +33,8 @@ class Stem(NamedTuple):
 class PrefixTree:
     """A trie of rows: N tokens in its own order, in which all that continue a token follow it.
 
-    token_ids, positions [N]: each token and its place in its rows. row_nodes [T]: the trie's token for each token of the rows, one row after the
-    other. branches: one for each row, in the trie's order; those of rows without a token of their own are empty.
+    token_ids, positions [N]: each token and its place in its rows. row_nodes [T]: the trie's token for each token of the rows, one row
+    after the other. branches: one for each row, in the trie's order; those of rows without a token of their own are empty.
     """
 
     token_ids: np.ndarray

@@ -89,9 +89,8 @@ class TreeAttention:
         """For each token of the tree its place in the classes."""
         queries = np.concatenate([part.queries.cpu().numpy().ravel() for part in self._row_classes])
         inverse = np.empty(len(self._tree.token_ids), np.int64)
-        inverse[queries[::-1]] = np.arange(len(queries))[
-            ::-1
-        ]  # the last one wins: the first of those that padding repeats
+        # A padded branch repeats its last query. Of equal indices the last assignment stays, so from behind that is the first place.
+        inverse[queries[::-1]] = np.arange(len(queries))[::-1]
         return torch.from_numpy(inverse).to(self._device)
 
     @cached_property
@@ -141,8 +140,8 @@ class _OwnClass(NamedTuple):
 class _MergedAttention(torch.autograd.Function):
     """Attention as a mean over parts of the keys, weighted by their sums of exponentials.
 
-    For parts i with outputs o_i and log-sum-exps l_i of their scores, l = log(sum of exp l_i) and o = sum of exp(l_i - l) o_i. In the backward pass
-    each part has the gradients of a whole attention with the output o and the log-sum-exp l (Dao et al., arXiv 2205.14135, appendix B.2).
+    For parts i with outputs o_i and log-sum-exps l_i of their scores, l = log(sum of exp l_i) and o = sum of exp(l_i - l) o_i. In the
+    backward pass each part has the gradients of a whole attention with the output o and the log-sum-exp l (Dao et al., arXiv 2205.14135, appendix B.2).
     """
 
     @staticmethod

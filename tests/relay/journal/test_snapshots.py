@@ -334,7 +334,7 @@ def test_a_file_that_was_begun_by_a_hub_that_died_is_taken_away(recorder: Record
     folder = recorder.path.with_suffix("")
     (folder / "0.jsonl").hardlink_to(recorder.path)
     (folder / "999999.state").write_bytes(b"of steps that were given up")
-    assert replay(recorder.path) == recorder.state, "it is no part of the history"
+    assert replay(recorder.path) == recorder.state, "it is not part of the history"
     recorder.journal.close()
     Journal(recorder.path).close()
     assert sorted(path.suffix for path in folder.iterdir()) == [".state"]

@@ -123,7 +123,7 @@ def test_the_routers_loss_counts_a_shared_token_as_often_as_it_is_in_rows(tmp_pa
 
 
 def test_the_routers_loss_keeps_no_more_logits_than_there_are_computed_tokens(tmp_path, monkeypatch):
-    """A micro-batch may have eight times as many tokens of rows, and nobody planned memory for those."""
+    """The rows of a micro-batch may have eight times as many tokens, and the memory plan does not include those."""
     sizes: list[list[int]] = []
 
     def loss(logits: list[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:

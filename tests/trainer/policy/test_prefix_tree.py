@@ -211,7 +211,7 @@ def test_a_tree_is_computed_where_the_batch_is_though_the_weights_are_offloaded(
     monkeypatch.setattr(Policy, "device", torch.device("meta"))  # as the CPU beside a GPU
     tree = PrefixTree.of(group(20, [5, 6]))
     assert policy.forward_tree(tree, torch.device("cpu")).device.type == "cpu"
-    # Of the device of its batch, `packed_hidden` asks nobody else.
+    # `packed_hidden` takes the device of its batch.
     trajectories = [
         Trajectory(row[:20], row[20:], zeros, zeros, 0, advantages=zeros)
         for row in group(20, [5, 6])
