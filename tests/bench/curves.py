@@ -39,6 +39,7 @@ from headrace.launch.config.load import read_recipe, save_recipe
 from headrace.launch.processes.child import Child, describe_exit, print_message
 from headrace.launch.recipes import addition, step_speed
 from headrace.relay.checkpoints import CheckpointFolder
+from headrace.rollout.rewards import ready
 
 from .curve_report import Cell, write_report
 from .harness import BenchProcess, command, peer_environment
@@ -146,7 +147,9 @@ class Run:
             assert trl_python is not None
             (home / "policy").symlink_to(Path(recipe.model.path).resolve())
             (home / "run.json").write_text(json.dumps(peer_settings(cell, home, recipe)), encoding="utf-8")
-            command = [trl_python, str(_PEER), "learn", str(home), *recipe.reward.functions.values()]
+            _write_chats(home / "prompts.jsonl", recipe.data.prompt_column)
+            rewards = [path if ":" in path else f"{ready.__file__}:{path}" for path in recipe.reward.functions.values()]
+            command = [trl_python, str(_PEER), "learn", str(home), ",".join(rewards)]
             environment = peer_environment(len(os.sched_getaffinity(0)))
         else:
             file = str(TASKS[cell.task].recipe)
@@ -203,6 +206,16 @@ class Run:
         return self.child.poll() or 0
 
 
+def _write_chats(path: Path, column: str) -> None:
+    """Give the rows of a file their prompt as TRL reads it: messages in the column `prompt`."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        if isinstance(given := row.pop(column), str):
+            given = [{"role": "user", "content": given}]
+        row["prompt"] = given
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def peer_settings(cell: Cell, home: Path, recipe: Recipe) -> dict[str, object]:
     """Those of TRL's GRPOConfig that are the recipe's, and its faster ways: weights in fp32 with bf16 autocast, plain `generate`."""
     num_rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
@@ -214,7 +227,9 @@ def peer_settings(cell: Cell, home: Path, recipe: Recipe) -> dict[str, object]:
         "max_completion_length": recipe.sampling.max_new_tokens, "adam_beta1": recipe.optimizer.beta1,
         "adam_beta2": recipe.optimizer.beta2, "max_grad_norm": recipe.optimizer.max_grad_norm,
         "bf16": recipe.model.compute_type == "bfloat16", "logging_strategy": "steps", "logging_steps": 1,
-        "save_strategy": "steps", "save_steps": recipe.checkpoint.every, "save_only_model": True,
+        "save_strategy": "steps" if recipe.checkpoint.every else "no", "save_steps": recipe.checkpoint.every or 1,
+        "save_only_model": True, "reward_weights": list(recipe.reward.weights) or None,
+        "chat_template": recipe.data.chat_template or None,
     }  # fmt: skip
 
 
@@ -328,8 +343,8 @@ def list_plan(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run one cell; raises `SettingError` for wrong words."""
     cell = Cell(options.task, options.side, options.lr, options.seed, options.steps)
-    if cell.side == "trl" and (options.trl_python is None or cell.task != "addition"):
-        raise SettingError("the side trl needs --trl-python PATH, and has the task addition alone")
+    if cell.side == "trl" and (options.trl_python is None or cell.task == "two-calls"):
+        raise SettingError("the side trl needs --trl-python PATH, and does not have the task two-calls")
     home = Path(tempfile.mkdtemp(prefix="headrace-curves-"))
     try:
         run_cell(cell, home, options)

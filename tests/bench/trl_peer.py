@@ -2,7 +2,7 @@
 
     PEER_PYTHON tests/bench/trl_peer.py step FOLDER BATCH          a step on the rollouts of FOLDER for each line on stdin
     PEER_PYTHON tests/bench/trl_peer.py run FOLDER ENGINE          a run by FOLDER/run.json; ENGINE is `plain` or `batching`
-    PEER_PYTHON tests/bench/trl_peer.py learn FOLDER REWARD        a run by FOLDER/run.json on chat prompts; REWARD is FILE.py:FUNCTION
+    PEER_PYTHON tests/bench/trl_peer.py learn FOLDER REWARDS       a run by FOLDER/run.json on chat prompts; REWARDS is FILE.py:FUNCTION,...
 
 It runs by path, because that interpreter has TRL but not this project. Generation in `step` is TRL's own `rollout_func`, which
 returns the given rollouts. The time of a step in `step` is the CPU time of the training steps and of the update, without the
@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def trainer_of(
     trl, datasets = import_module("trl"), import_module("datasets")
     transformers: Any = import_module("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = settings.pop("chat_template", None) or tokenizer.chat_template
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     common = {
@@ -131,16 +133,26 @@ def serve_run(folder: Path, engine: str) -> None:
     print(json.dumps([time.monotonic() - start.at, num_tokens[0]]), flush=True)
 
 
-def serve_learning(folder: Path, name: str) -> None:
-    """Train with the settings of FOLDER/run.json; write a line of FOLDER/metrics.jsonl, under the names of this project, for each step."""
-    transformers: Any = import_module("transformers")
+def chat_reward(name: str) -> Any:
+    """TRL's form of a function FILE.py:FUNCTION of the text of a response and, where it takes one, of the right answer."""
     file, _, function = name.rpartition(":")
     sys.path.insert(0, str(Path(file).parent))
     score = getattr(import_module(Path(file).stem), function)
+    takes = [word for word in signature(score).parameters if word != "solution_str"]
 
     def reward(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
         texts = [messages[-1]["content"] for messages in completions]
-        return [score(solution_str=text, answer=answer) for text, answer in zip(texts, columns["answer"], strict=True)]
+        answers = zip(texts, columns["answer"], strict=True)
+        return [score(solution_str=text, **dict.fromkeys(takes, answer)) for text, answer in answers]
+
+    reward.__name__ = function
+    return reward
+
+
+def serve_learning(folder: Path, names: str) -> None:
+    """Train with the settings of FOLDER/run.json; write a line of FOLDER/metrics.jsonl, under the names of this project, for each step."""
+    transformers: Any = import_module("transformers")
+    rewards = [chat_reward(name) for name in names.split(",")]
 
     class Metrics(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
@@ -157,7 +169,7 @@ def serve_learning(folder: Path, name: str) -> None:
 
     settings = json.loads((folder / "run.json").read_text())
     warmup_steps, schedule = settings.pop("warmup_steps"), settings.pop("lr_schedule")
-    trainer = trainer_of(str(folder / "policy"), rows_of(folder), reward, settings)
+    trainer = trainer_of(str(folder / "policy"), rows_of(folder), rewards, settings)
 
     def create_scheduler(num_training_steps: int, optimizer: Any = None) -> Any:
         """Our rates: transformers' own begin with a step at rate 0, which would train nothing."""
