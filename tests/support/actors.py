@@ -12,7 +12,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
-from headrace.comm.recipe import Recipe
+from headrace.comm.recipe import Recipe, TrainerSettings
 from headrace.launch.config.load import read_recipe
 from headrace.relay.queue.batch import Batch
 from headrace.relay.queue.micro_batches import rounds
@@ -86,17 +86,23 @@ def train(actor: Actor, batches: list[Batch]) -> dict[str, Any]:
 
 def on_two_ranks(folder: Path, script: str, *args: object) -> None:
     """Run a script in two processes. It finds its rank of one `group`, and `args` as strings."""
-    ranks = [forks.start(RANK + script + END, [TESTS, folder / "ranks", rank, *args]) for rank in range(2)]
+    on_ranks(folder, 2, 2, script, *args)
+
+
+def on_ranks(folder: Path, size: int, shard_ranks: int, script: str, *args: object) -> None:
+    """Run a script in so many processes, of which `shard_ranks` share the weights. It finds its rank of one `group`, and `args` as strings."""
+    words = [TESTS, folder / "ranks", size, shard_ranks]
+    ranks = [forks.start(RANK + script + END, [*words, rank, *args]) for rank in range(size)]
     for rank in ranks:
         rank.join(DEADLINE_S)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert [rank.exitcode for rank in ranks] == [0] * size
 
 
 RANK = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from support.actors import *
-group, args = rank_of(sys.argv[2], int(sys.argv[3])), sys.argv[4:]
+group, args = rank_of(sys.argv[2], *map(int, sys.argv[3:6])), sys.argv[6:]
 """
 
 END = """
@@ -106,9 +112,9 @@ end_process(0)
 """
 
 
-def rank_of(store: str, rank: int) -> ActorGroup:
-    """One of two ranks, which meet through a file."""
+def rank_of(store: str, size: int, shard_ranks: int, rank: int) -> ActorGroup:
+    """One of the ranks, which meet through a file."""
     torch.set_num_threads(1)
-    group = ActorGroup(rank, 2, torch.device("cpu"), DEADLINE_S)
-    group.connect(FileStore(store, 2))
+    group = ActorGroup(rank, size, torch.device("cpu"), DEADLINE_S, TrainerSettings(shard_ranks=shard_ranks))
+    group.connect(FileStore(store, size))
     return group

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from support.actors import ALONE, actor_of, on_two_ranks, recipe_of, train
+from support.actors import ALONE, actor_of, on_ranks, recipe_of, train
 from support.algorithm_steps import ALGORITHMS, algorithm_recipe, batches_of
 from support.float64 import in_float64
 from support.policies import tiny_policy
@@ -35,10 +35,10 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("policy"), "qwen3")
 
 
-def groups_with_prompts(recipe: Recipe, group: ActorGroup = ALONE) -> list[Batch]:
-    """Five groups in two batches. The rows of a group share a prompt, and two of them the beginning of their response."""
+def groups_with_prompts(recipe: Recipe, group: ActorGroup = ALONE, sizes: tuple[int, ...] = (2, 3)) -> list[Batch]:
+    """Batches of so many groups, each whole on one rank. Its rows share a prompt, and two of them the beginning of their response."""
     found: list[Batch] = []
-    for batch in batches_of(recipe, (2, 3), group):
+    for batch in batches_of(recipe, sizes, group):
         columns = {key: dict(row) for key, row in batch.columns.items()}
         for ref in batch.row_batch.rows():
             rng = np.random.default_rng(ref.row.prompt)
@@ -47,7 +47,8 @@ def groups_with_prompts(recipe: Recipe, group: ActorGroup = ALONE) -> list[Batch
             if ref.row.sample:
                 start = rng.integers(4, 99, 5).astype(np.int32)
                 row["response_ids"] = np.concatenate([start, row["response_ids"]])[: len(row["response_ids"])]
-        found.append(replace(batch, micro_batches=[batch.rows], columns=columns, has_trees=recipe.trainer.prefix_tree))
+        mine = [ref for own in batch.row_batch.groups[group.rank :: group.size] for ref in own.rows()]
+        found.append(replace(batch, micro_batches=[mine], columns=columns, has_trees=recipe.trainer.prefix_tree))
     return found
 
 
@@ -191,12 +192,24 @@ def test_exact_mode_computes_values_and_the_reference_of_each_row_alone(policy_d
     assert reference.longest_in_tree > 0 and longest_in_tree(reference, recipe) == 0
 
 
-TWO_RANKS = """
+RANKS = """
 from trainer.learners.test_shared_tokens import SMOOTH, both_ways
-policy, = args
-both_ways(lambda words: recipe_of(policy, **(SMOOTH | {"batch.prompts_per_step": 5} | words)), 2e-6, is_double=False, group=group)
+policy, words = args
+settings = SMOOTH | {"batch.prompts_per_step": 5} | eval(words)
+both_ways(lambda words: recipe_of(policy, **(settings | words)), 2e-6, is_double=False, group=group)
 """
 
 
-def test_two_ranks_have_the_step_of_rows_alone(policy_dir, tmp_path):
-    on_two_ranks(tmp_path, TWO_RANKS, policy_dir)
+@pytest.mark.parametrize(
+    ("size", "shard_ranks", "settings"),
+    [
+        (2, 2, {}),
+        # Two of four ranks have no row of the first batch.
+        (4, 4, {}),
+        pytest.param(4, 2, {}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"trainer.activation_checkpointing": "true"}, marks=pytest.mark.slow),
+        pytest.param(4, 4, {"lora.rank": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_have_the_step_of_rows_alone(policy_dir, tmp_path, size, shard_ranks, settings):
+    on_ranks(tmp_path, size, shard_ranks, RANKS, policy_dir, repr(settings))
