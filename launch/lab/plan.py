@@ -28,6 +28,7 @@ from ..config.run_folder import CONFIG_FILE
 from ..placement import place_ranks
 from ..recipes.names import find_recipe
 from .devices import Devices
+from .emulated.transfer import EmulatedTransfer
 from .experiment import Experiment
 from .figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
 from .profile import emulated_recipe, measured_part, profile_of, relay_seconds
@@ -197,7 +198,8 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> It
         {name: tuple(cells[name] for cells in columns.values()) for name in columns["proposed"]}, [*columns]
     )
     relays = devices.recipe.roles.relay
-    weights_s = sum(e.weights_gb / speed for speed in (e.push_gb_s, e.chain_gb_s, e.pull_gb_s))
+    transfer = EmulatedTransfer(e, devices.recipe.run.schedule)
+    weights_s = transfer.push_s + transfer.chain_s + transfer.pull_s
     yield f"weights: the rollouts have a version {weights_s:.3g} s after its step, {weights_s / found.step_s:.1%} of a step"
     if job is not None:
         enough, busy = job.relays(found.tokens_per_s)

@@ -205,6 +205,15 @@ def test_the_command_predicts_a_finished_run_and_proposes_a_split(tmp_path: Path
     assert "proposed for 6 GPUs: actor " in out and "settings: lab.train_gpus=" in out
 
 
+@pytest.mark.parametrize(("gpus_per_rollout", "seconds"), [(1, "1.58"), (2, "1.32")])
+def test_each_gpu_of_a_rollout_pulls_its_own_share_of_a_version(tmp_path: Path, gpus_per_rollout: int, seconds: str):
+    """13 GB: pushed at 14.43 GB/s, forwarded at 80, pulled at 25 by each GPU."""
+    settings = {"lab.gpus_per_rollout": gpus_per_rollout, "lab.push_gb_s": 14.43, "run.steps": 6}
+    simulation = Simulation.of(Devices.of(recipe_of(tmp_path, **settings)), tmp_path / "plan")
+    (line,) = (text for text in proposal(simulation, simulation.best(budget=1), None) if text.startswith("weights:"))
+    assert f"have a version {seconds} s after" in line
+
+
 def test_mistakes_of_a_plan_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipe = recipe_of(tmp_path / "job")
     path = tmp_path / "recipe.yaml"
