@@ -23,8 +23,8 @@ from headrace.trainer.step_metrics import StepMetrics
 from .harness import Measurement, Options
 from .shared_tokens import NUM_SAMPLES, batch_of
 
-_READS = ("_local_scalar_dense", "nonzero", "masked_select")
-"""Operators that wait for the device; so does an index by a mask, which calls `nonzero`."""
+_READS = ("_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave")
+"""Operators that wait for the device; so does an index by a mask."""
 _VIEWS = ("view", "_unsafe_view", "t", "transpose", "detach", "slice", "select", "expand", "as_strided", "alias", "unsqueeze",
           "squeeze", "permute", "split", "split_with_sizes", "unbind", "_reshape_alias", "empty", "empty_like")  # fmt: skip
 """They launch nothing and do not count."""
@@ -60,7 +60,10 @@ class Operators(TorchDispatchMode):
         if name not in _VIEWS:
             self.counts[name] += 1
         self.num_copies += name == "_to_copy" and result.dtype != args[0].dtype
-        self.num_reads += name in _READS or (name == "index" and any(_is_mask(index) for index in args[1]))
+        is_sized = (kwargs or {}).get("output_size") is not None
+        self.num_reads += (name in _READS and not is_sized) or (
+            name == "index" and any(_is_mask(index) for index in args[1])
+        )
         return result
 
 

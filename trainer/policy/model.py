@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from ...comm.errors import SettingError
+from ..device import to_device
 from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .exact.decoder import ExactDecoder
@@ -136,14 +137,14 @@ class Policy(nn.Module):
     def forward_packed(self, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Hidden states [T, hidden] of whole sequences packed one after the other. Differentiable.
 
-        Sequence i is token_ids[cu_seqlens[i] : cu_seqlens[i + 1]].
+        Sequence i is token_ids[cu_seqlens[i] : cu_seqlens[i + 1]]; cu_seqlens is read on the host.
         """
         lengths: list[int] = cu_seqlens.diff().tolist()
         passes = self.rope.passes(lengths)
         if passes is None:
             return self._forward_sequences(token_ids, lengths)
-        hidden = self._forward_sequences(token_ids[passes.tokens.to(token_ids.device)], passes.lengths)
-        return hidden[passes.results.to(hidden.device)]
+        hidden = self._forward_sequences(token_ids[to_device(passes.tokens, token_ids.device)], passes.lengths)
+        return hidden[to_device(passes.results, hidden.device)]
 
     @property
     def longest_in_tree(self) -> int:
@@ -169,12 +170,12 @@ class Policy(nn.Module):
 
         Weights that are offloaded lie elsewhere, so `self.device` is not this one.
         """
-        token_ids, positions = (torch.from_numpy(x).to(device, torch.long) for x in (tree.token_ids, tree.positions))
+        token_ids, positions = (to_device(torch.from_numpy(x).long(), device) for x in (tree.token_ids, tree.positions))
         return self(token_ids, positions, TreeAttention(tree, device))
 
     def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
         rows = [self.rope.of_chunk(0, length, length) for length in lengths]
-        positions = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(token_ids.device)
+        positions = to_device(torch.cat([torch.arange(row.start, row.stop) for row in rows]), token_ids.device)
         if self.exact is not None:
             return self.exact(token_ids, positions, self.exact.packed_attention(lengths))
         return self(token_ids, positions, PackedAttention(lengths, token_ids.device))
