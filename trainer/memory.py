@@ -211,10 +211,12 @@ def _micro_batch(
     gradients = 4 if trained else 0
     head = sizes.vocab * sizes.hidden
     work: dict[str, float] = {}
+    gathers_half = half and is_sharded and trained and not sizes.routed  # `actor_group.layer_type`
     if is_sharded:
         # The rest of the policy stays gathered, of the layers the present one and the next; each has a gradient to reduce.
-        work["gathered weights"] = (4 + gradients) * sizes.other_parameters + (8 + gradients) * sizes.layer_parameters
-    if half:
+        layer_bytes = 2 * 2 + (2 + 4) if gathers_half else 2 * 4 + gradients
+        work["gathered weights"] = (4 + gradients) * sizes.other_parameters + layer_bytes * sizes.layer_parameters
+    if half and not gathers_half:
         copies = 1 if checkpointing else sizes.num_layers
         work["bfloat16 copies"] = 2 * copies * (sizes.layer_parameters - sum(adapted))
     if adapted:

@@ -42,7 +42,7 @@ class Critic:
         self._recipe = recipe
         self._group = group
         self.model = ValueModel(group.load(recipe, adapter_base))
-        group.shard_modules(self.model.head)
+        group.shard_module(self.model.head)
         self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)
         self.updater = Updater(self.model, self._settings)
         self._sums = DeviceSums()
