@@ -111,7 +111,7 @@ class ActorGroup:
         return self.rank == 0
 
     def load(self, recipe: Recipe, adapter_base: AdapterBase) -> "Policy":
-        """The policy of `model.path` for training: with its adapter, sharded, its activations checkpointed if need be."""
+        """The policy of `model.path` for training: with its adapter, sharded, its layers compiled and its activations checkpointed if need be."""
         from .policy.model import load_policy  # with transformers, which emulated devices do not need
 
         def prepare(policy: "Policy") -> None:
@@ -129,6 +129,8 @@ class ActorGroup:
 
         device = self.device
         policy = load_policy(recipe.model.path, "float32", device, shard=prepare)
+        if recipe.trainer.compile:
+            policy.compile_layers()
         num_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
         if wants_checkpointing(PolicySizes.of(policy.config.to_dict()), recipe, num_bytes):
             policy.checkpoint_activations()

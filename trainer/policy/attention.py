@@ -79,6 +79,11 @@ def _dispatch(
 AttentionInterface.register(NAME, _dispatch)  # pyright: ignore[reportArgumentType]
 
 
+def leave_out_of_compiled_layers() -> None:
+    """From now on compiled layers call attention as it is: its plan is another one in each micro-batch, for which they would be compiled again."""
+    AttentionInterface.register(NAME, torch.compiler.disable(_dispatch))  # pyright: ignore[reportArgumentType]
+
+
 def takes_varlen(device: str, dtype: torch.dtype, spec: AttentionSpec) -> bool:
     """Whether `varlen_attention` computes it for tensors of this kind on this type of device."""
     return spec.is_plain and device == "cuda" and dtype in (torch.bfloat16, torch.float16)

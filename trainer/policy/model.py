@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...comm.errors import SettingError
 from ..device import to_device
-from .attention import NAME, Attention, PackedAttention
+from .attention import NAME, Attention, PackedAttention, leave_out_of_compiled_layers
 from .checkpoint_files import find_checkpoint
 from .exact.decoder import ExactDecoder
 from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
@@ -97,6 +97,14 @@ class Policy(nn.Module):
         layers: Any = self.model.base_model.layers
         for layer in layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def compile_layers(self) -> None:
+        """From now on the layers are compiled, but for attention: once for tokens of any number, when they first run."""
+        assert self.exact is None, "exact mode computes the layers itself"
+        leave_out_of_compiled_layers()
+        layers: Any = self.model.base_model.layers
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
     @torch.no_grad()
     def split(self, tensor_parallel: TensorParallel) -> None:
