@@ -26,7 +26,7 @@ from ..comm.links.process_group import meeting_store
 from ..comm.messages import Message, decode, encode
 from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.waits import waiting
-from .memory import PolicySizes, wants_checkpointing
+from .memory import PolicySizes, wants_checkpointing, wants_one_sum
 from .policy.adapter_files import AdapterBase, start_adapter, start_folder
 from .policy.families import family_of
 from .policy.lora import adapter_shapes, add_adapter, target_layers
@@ -49,6 +49,8 @@ class ActorGroup:
         self.device = device
         self.incarnation = 1
         """The trainer's incarnation, which is rank 0's."""
+        self.sums_once = False
+        """Whether gradients of the policy are summed over the ranks for each update alone, and not in each micro-batch."""
         self._deadline_s = deadline_s
         self._settings = settings or TrainerSettings()
         self._is_connected = False
@@ -132,8 +134,10 @@ class ActorGroup:
         if recipe.trainer.compile:
             policy.compile_layers()
         num_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-        if wants_checkpointing(PolicySizes.of(policy.config.to_dict()), recipe, num_bytes):
+        sizes = PolicySizes.of(policy.config.to_dict())
+        if wants_checkpointing(sizes, recipe, num_bytes):
             policy.checkpoint_activations()
+        self.sums_once = wants_one_sum(sizes, recipe, num_bytes)
         return policy
 
     def shard(self, policy: "Policy", layer_type: torch.dtype | None = None) -> None:
@@ -177,6 +181,12 @@ class ActorGroup:
             sizes = (self.size // shards, shards)
             names = ("replicate", "shard")
         return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+
+    def sum_gradients(self, policy: nn.Module, *, is_wanted: bool) -> None:
+        """Whether backward passes from now on sum the gradients over the ranks, those of earlier ones included, where they need not always."""
+        if self.sums_once:
+            assert isinstance(policy, FSDPModule)
+            policy.set_requires_gradient_sync(is_wanted)
 
     def reshard(self, *modules: nn.Module) -> None:
         """Free the whole weights that a forward pass without a backward pass has gathered."""

@@ -180,6 +180,7 @@ class Actor:
         if router_loss is not None:
             stats.add_router_loss(router_loss)
         if needs_gradient:
+            self.group.sum_gradients(self.policy, is_wanted=False)
             terms.loss.backward()
         else:
             self.group.reshard(self.policy)
@@ -227,7 +228,19 @@ class Actor:
         if self.critic is not None:
             self.critic.update(self.version)
 
+    def sum_gradients(self) -> None:
+        """Sum over the ranks what micro-batches since the last update have added, by the backward pass of one without rows.
+
+        It could be part of the last of them, but a rank does not know which one is the last while groups still arrive.
+        """
+        if self.group.sums_once:
+            self.group.sum_gradients(self.policy, is_wanted=True)
+            empty = pack([PADDING_TRAJECTORY], self.version, self.group.device)
+            _, terms, _ = self._forward(empty, self.recipe.algorithm)
+            terms.loss.backward()
+
     def _update_policy(self) -> None:
+        self.sum_gradients()
         if self._keeps_proximal and not self.updates and self.recipe.batch.updates_per_version > 1:
             self.start.keep()
         totals, _ = self._totals.read()

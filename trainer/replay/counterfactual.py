@@ -132,9 +132,11 @@ class CounterfactualActor(Actor):
 
     def _compare(self) -> None:
         """Compute the gradient of each variant; the run's is there before and afterwards."""
+        self.sum_gradients()
         own = self.updater.take()
         for rows, tally in self._variants:
             weight = self._add_gradients(rows, tally)
+            self.sum_gradients()
             (weight,) = self.group.all_reduce_sum([weight])
             found = self.updater.take()
             products = [_inner_product(*pair) for pair in ((own, found), (own, own), (found, found))]

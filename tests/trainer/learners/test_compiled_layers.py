@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.step_metrics import StepMetrics
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+
 
 def with_one_prompt(batch: Batch) -> Batch:
     """Rows that share a prompt, each micro-batch a trie."""
