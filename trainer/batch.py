@@ -12,7 +12,7 @@ from ..comm.errors import SettingError
 from ..comm.messages.queue import RowRef
 from ..relay.queue.batch import Batch
 from ..relay.queue.micro_batches import LEAST_RATIO, SHORTEST_PREFIX
-from .device import to_device
+from .policy.device import to_device
 from .policy.prefix_tree import PrefixTree
 
 _log = logging.getLogger(__name__)

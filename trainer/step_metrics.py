@@ -14,7 +14,7 @@ from .algorithms.kl_table import KLTable, kl_metrics
 from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
 from .batch import PackedBatch
-from .device import DeviceSums
+from .policy.device import DeviceSums
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch

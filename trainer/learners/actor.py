@@ -18,9 +18,9 @@ from ..algorithms.objective import LossTerms, policy_loss
 from ..algorithms.router_loss import load_balancing_loss
 from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, TrajectoryBatch, check_tokens, pack, trainable
 from ..checkpoint import TrainingState, load_state
-from ..device import DeviceSums, to_device
 from ..logprobs import longest_in_tree, packed_logprobs, response_logprobs
 from ..policy.adapter_files import AdapterBase, check_adapter
+from ..policy.device import DeviceSums, to_device
 from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
 from ..step_metrics import StepMetrics

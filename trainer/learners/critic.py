@@ -12,9 +12,9 @@ from ...relay.queue.batch import Batch
 from ..actor_group import ActorGroup
 from ..algorithms.gae import value_loss
 from ..batch import PackedBatch
-from ..device import DeviceSums
 from ..logprobs import by_row, packed_hidden
 from ..policy.adapter_files import AdapterBase
+from ..policy.device import DeviceSums
 from ..policy.model import Policy
 from .optimizer import Update, Updater, learning_rate
 

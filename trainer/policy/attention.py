@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from ..device import to_device
+from .device import to_device
 from .length_classes import length_classes
 
 NAME = "headrace"
@@ -77,11 +77,6 @@ def _dispatch(
 
 # transformers makes no mask for an attention that registers none; to decide on one it would wait for the device.
 AttentionInterface.register(NAME, _dispatch)  # pyright: ignore[reportArgumentType]
-
-
-def leave_out_of_compiled_layers() -> None:
-    """From now on compiled layers call attention as it is: its plan is another one in each micro-batch, for which they would be compiled again."""
-    AttentionInterface.register(NAME, torch.compiler.disable(_dispatch))  # pyright: ignore[reportArgumentType]
 
 
 def takes_varlen(device: str, dtype: torch.dtype, spec: AttentionSpec) -> bool:

@@ -14,14 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from ...comm.errors import SettingError
-from ..device import to_device
-from .attention import NAME, Attention, PackedAttention, leave_out_of_compiled_layers
+from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
+from .device import to_device
 from .exact.decoder import ExactDecoder
 from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
 from .lm_head import LogitsHead
@@ -101,7 +108,8 @@ class Policy(nn.Module):
     def compile_layers(self) -> None:
         """From now on the layers are compiled, but for attention: once for tokens of any number, when they first run."""
         assert self.exact is None, "exact mode computes the layers itself"
-        leave_out_of_compiled_layers()
+        # Attention has another plan in each micro-batch, for which a layer would be compiled again.
+        AttentionInterface.register(NAME, torch.compiler.disable(AttentionInterface()[NAME]))
         layers: Any = self.model.base_model.layers
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import to_device
 from .attention import AttentionSpec, band, masked_attention, takes_varlen, varlen_attention
+from .device import to_device
 from .length_classes import length_classes
 from .prefix_tree import Branch, PrefixTree, Stem
 

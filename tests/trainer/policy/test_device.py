@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headrace.trainer.device import DeviceSums, to_device
+from headrace.trainer.policy.device import DeviceSums, to_device
 
 
 def test_sums_are_in_float64_over_all_that_was_added():
