@@ -7,14 +7,15 @@ import json
 import threading
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..comm.errors import PeerGone
@@ -25,8 +26,9 @@ from ..comm.links.process_group import meeting_store
 from ..comm.messages import Message, decode, encode
 from ..comm.recipe import Recipe, TrainerSettings
 from ..comm.waits import waiting
-from .memory import PolicySizes, wants_checkpointing
+from .memory import PolicySizes, wants_checkpointing, wants_one_sum
 from .policy.adapter_files import AdapterBase, start_adapter, start_folder
+from .policy.families import family_of
 from .policy.lora import adapter_shapes, add_adapter, target_layers
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class ActorGroup:
         self.device = device
         self.incarnation = 1
         """The trainer's incarnation, which is rank 0's."""
+        self.sums_once = False
+        """Whether gradients of the policy are summed over the ranks for each update alone, and not in each micro-batch."""
         self._deadline_s = deadline_s
         self._settings = settings or TrainerSettings()
         self._is_connected = False
@@ -109,7 +113,7 @@ class ActorGroup:
         return self.rank == 0
 
     def load(self, recipe: Recipe, adapter_base: AdapterBase) -> "Policy":
-        """The policy of `model.path` for training: with its adapter, sharded, its activations checkpointed if need be."""
+        """The policy of `model.path` for training: with its adapter, sharded, its layers compiled and its activations checkpointed if need be."""
         from .policy.model import load_policy  # with transformers, which emulated devices do not need
 
         def prepare(policy: "Policy") -> None:
@@ -123,30 +127,51 @@ class ActorGroup:
                     shapes = adapter_shapes(target_layers(policy.model, lora.targets), lora.rank)
                     start = start_adapter(shapes, lora, start_folder(recipe.run.dir, lora), adapter_base)
                 add_adapter(policy.model, lora, recipe.run.seed, base, start)
-            self.shard(policy)
+            self.shard(policy, layer_type(recipe, policy))
 
         device = self.device
         policy = load_policy(recipe.model.path, "float32", device, shard=prepare)
+        if recipe.trainer.compile:
+            policy.compile_layers()
         num_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-        if wants_checkpointing(PolicySizes.of(policy.config.to_dict()), recipe, num_bytes):
+        sizes = PolicySizes.of(policy.config.to_dict())
+        if wants_checkpointing(sizes, recipe, num_bytes):
             policy.checkpoint_activations()
+        self.sums_once = wants_one_sum(sizes, recipe, num_bytes)
         return policy
 
-    def shard(self, policy: "Policy") -> None:
-        """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device."""
-        layers: Sequence[nn.Module] = policy.model.base_model.layers  # pyright: ignore[reportAssignmentType]
-        self.shard_modules(*layers, policy)
+    def shard(self, policy: "Policy", layer_type: torch.dtype | None = None) -> None:
+        """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device.
 
-    def shard_modules(self, *modules: nn.Module) -> None:
-        """Shard modules by rows over the ranks, inner ones first, and place them on the device.
+        Whole layers are gathered in `layer_type`, which their products have; None is the type of the weights. The rest stays in the type
+        of the weights: the embedding begins the residual stream, whose type is fp32.
+        """
+        layers: Sequence[nn.Module] = policy.model.base_model.layers  # pyright: ignore[reportAssignmentType]
+        for layer in layers:
+            self.shard_module(layer, layer_type)
+        self.shard_module(policy)
+
+    def shard_module(self, module: nn.Module, whole_type: torch.dtype | None = None) -> None:
+        """Shard a module, but for modules inside that are sharded already, by rows over the ranks, and place it on the device.
 
         Parameters may be uninitialised: only a rank's own rows are touched. With `trainer.shard_ranks`, ranks of the same
         place in their group hold the same rows, and gradients are also summed over them (HSDP). With `trainer.offload` the
-        shards are in host memory.
+        shards are in host memory. Gradients are summed in the type of the weights, in whatever type whole weights are gathered.
         """
         if self.size == 1 and not self._settings.offload:
-            modules[-1].to(self.device)
+            module.to(self.device)
             return
+        is_offloaded = self._settings.offload and self.device.type == "cuda"
+        mixed = (
+            MixedPrecisionPolicy()
+            if whole_type is None
+            else MixedPrecisionPolicy(whole_type, torch.float32, cast_forward_inputs=False)
+        )
+        offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+        fully_shard(module, mesh=self._mesh, mp_policy=mixed, offload_policy=offload)
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
         if not self._is_connected:
             self.connect(HashStore())
         shards = self._settings.shard_ranks or self.size
@@ -155,11 +180,13 @@ class ActorGroup:
         if shards < self.size:
             sizes = (self.size // shards, shards)
             names = ("replicate", "shard")
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        is_offloaded = self._settings.offload and self.device.type == "cuda"
-        offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
-        for module in modules:
-            fully_shard(module, mesh=mesh, offload_policy=offload)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+
+    def sum_gradients(self, policy: nn.Module, *, is_wanted: bool) -> None:
+        """Whether backward passes from now on sum the gradients over the ranks, those of earlier ones included, where they need not always."""
+        if self.sums_once:
+            assert isinstance(policy, FSDPModule)
+            policy.set_requires_gradient_sync(is_wanted)
 
     def reshard(self, *modules: nn.Module) -> None:
         """Free the whole weights that a forward pass without a backward pass has gathered."""
@@ -223,6 +250,15 @@ class ThreadGroup:
         tensor = torch.tensor(flags, dtype=torch.uint8)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.process_group)
         return tensor.bool().tolist()
+
+
+def layer_type(recipe: Recipe, policy: "Policy") -> torch.dtype | None:
+    """The type in which whole layers are gathered; None: that of the weights.
+
+    Half precision for what autocast would round anyway, norms and biases besides, as rollouts have them. Experts and adapters compute in fp32.
+    """
+    is_half = recipe.model.compute_type == "bfloat16" and not recipe.lora.rank
+    return torch.bfloat16 if is_half and not family_of(policy.config).has_experts else None
 
 
 def gather_full(tensor: Tensor) -> Tensor:

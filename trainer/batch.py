@@ -12,6 +12,7 @@ from ..comm.errors import SettingError
 from ..comm.messages.queue import RowRef
 from ..relay.queue.batch import Batch
 from ..relay.queue.micro_batches import LEAST_RATIO, SHORTEST_PREFIX
+from .policy.device import to_device
 from .policy.prefix_tree import PrefixTree
 
 _log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ PADDING_TRAJECTORY = Trajectory(_ZERO, _ZERO, rollout_logprobs=_ZERO, loss_mask=
 class PackedBatch:
     """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
-    token_ids [T]; cu_seqlens [n + 1]; tree: their trie, if it is computed in place of them; predictors [R]: index of the token, of the
+    token_ids [T]; cu_seqlens [n + 1], in the host's memory; tree: their trie, if it is computed in place of them; predictors [R]: index of the token, of the
     trie if there is one, whose hidden state predicts each response token;
     targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
     token; response_lengths [n] int64: response tokens of each trajectory, R in all. The other [R] are None if a
@@ -202,7 +203,7 @@ def pack(
     versions = [np.full(len(t.response_ids), t.version) if t.versions is None else t.versions for t in trajectories]
 
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(arrays))).to(device=device, dtype=dtype)
+        return to_device(torch.from_numpy(np.concatenate(list(arrays))).to(dtype), device)
 
     def required(arrays: list[np.ndarray | None], dtype: torch.dtype) -> Tensor:
         found = [array for array in arrays if array is not None]
@@ -215,15 +216,15 @@ def pack(
 
     return PackedBatch(
         token_ids=joined((a for t in trajectories for a in (t.prompt_ids, t.response_ids)), torch.long),
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         tree=tree,
-        predictors=torch.from_numpy(indices).to(device),
+        predictors=to_device(torch.from_numpy(indices), device),
         targets=joined((t.response_ids for t in trajectories), torch.long),
         rollout_logprobs=joined((t.rollout_logprobs for t in trajectories), torch.float32),
         advantages=required([t.advantages for t in trajectories], torch.float32),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
         staleness=version - joined(versions, torch.long),
-        response_lengths=torch.tensor([len(t.response_ids) for t in trajectories], device=device),
+        response_lengths=to_device(torch.tensor([len(t.response_ids) for t in trajectories]), device),
         is_updated=is_updated,
         ref_logprobs=optional([t.ref_logprobs for t in trajectories]),
         proximal_logprobs=optional([t.proximal_logprobs for t in trajectories]),

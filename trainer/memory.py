@@ -32,6 +32,8 @@ _KEPT_BYTES = 1 << 30
 """The most that the cache keeps there for prompts that come again (`rollout.engine.memory`)."""
 _CHECKPOINTING_FROM = 0.5
 """`trainer.activation_checkpointing=auto` checkpoints where the rest needs more than this share of a GPU."""
+_WHOLE_GRADIENTS_TO = 0.7
+"""A rank keeps whole gradients between micro-batches where it needs no more than this share of a GPU with them."""
 _MOMENTS = {"adamw": 8, "adamw8bit": 2}
 _LOGITS = 12
 """Matrices of logits of all running trajectories while tokens are drawn, the largest number at a time."""
@@ -211,10 +213,12 @@ def _micro_batch(
     gradients = 4 if trained else 0
     head = sizes.vocab * sizes.hidden
     work: dict[str, float] = {}
+    gathers_half = half and is_sharded and trained and not sizes.routed  # `actor_group.layer_type`
     if is_sharded:
         # The rest of the policy stays gathered, of the layers the present one and the next; each has a gradient to reduce.
-        work["gathered weights"] = (4 + gradients) * sizes.other_parameters + (8 + gradients) * sizes.layer_parameters
-    if half:
+        layer_bytes = 2 * 2 + (2 + 4) if gathers_half else 2 * 4 + gradients
+        work["gathered weights"] = (4 + gradients) * sizes.other_parameters + layer_bytes * sizes.layer_parameters
+    if half and not gathers_half:
         copies = 1 if checkpointing else sizes.num_layers
         work["bfloat16 copies"] = 2 * copies * (sizes.layer_parameters - sum(adapted))
     if adapted:
@@ -276,3 +280,14 @@ def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | N
     if setting != "auto" or gpu_bytes is None or recipe.generator.exact:
         return setting is True
     return actor_memory(sizes, recipe, checkpointing=False).device_bytes > _CHECKPOINTING_FROM * gpu_bytes
+
+
+def wants_one_sum(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None) -> bool:
+    """Whether the ranks sum their gradients once for each update, and not in each micro-batch: where a GPU of this size has room for whole ones."""
+    if recipe.roles.actor == 1 or gpu_bytes is None or recipe.trainer.offload:
+        return False
+    checkpointing = wants_checkpointing(sizes, recipe, gpu_bytes)
+    whole = 4 * (sizes.adapter_parameters(recipe.lora) if recipe.lora.rank else sizes.num_parameters)
+    return (
+        actor_memory(sizes, recipe, checkpointing=checkpointing).device_bytes + whole < _WHOLE_GRADIENTS_TO * gpu_bytes
+    )

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from .algorithms.kl_table import KLTable, kl_metrics
 from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
 from .batch import PackedBatch
+from .policy.device import DeviceSums
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -42,6 +44,8 @@ class StepMetrics:
         self.group_stds: list[float] = []
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self._maxima: dict[str, float] = dict.fromkeys(_MAXIMA, 0.0)
+        self._on_device = DeviceSums()
+        """Of the micro-batches since the last reading."""
         self._kl_table = KLTable()
         self._kl_totals: list[float] | None = None
         """Those of all ranks, after `reduce`."""
@@ -56,7 +60,7 @@ class StepMetrics:
         """Add the groups of a batch, which are the same on all ranks, and the responses of this rank."""
         self.num_micro_batches += len(batch.micro_batches)
         for group in batch.row_batch.groups:
-            self.group_stds.append(float(torch.tensor(group.rewards).std(unbiased=False)))
+            self.group_stds.append(float(np.std(group.rewards)))
             self.rows += group.rows()
         for mask, truncated in zip(batch["loss_mask"], batch["truncated"], strict=True):
             drawn = int((mask != 0).sum())  # without what an environment inserted
@@ -79,29 +83,25 @@ class StepMetrics:
         self._add(non_finite=num_tokens)
 
     def add_batch(self, batch: PackedBatch, logprobs: Tensor, terms: LossTerms) -> None:
-        """logprobs [R] of the policy in training, without gradient."""
-        mask = batch.mask.bool()
-        if not mask.any():
+        """logprobs [R] of the policy in training, without gradient. Nothing waits for the device."""
+        if not len(logprobs):
             return
-        self._add(tokens=batch.mask.sum(), weight=terms.weight, pg_loss=terms.pg_loss, clipped=terms.clipped)
-        self._add(ppo_kl=terms.ppo_kl, entropy=terms.entropy, kl=terms.kl)
-        self._add(limited=terms.limited, limited_fresh=terms.limited_fresh)
+        figures = self._on_device
+        figures.add(**{name: term for name, term in terms._asdict().items() if name != "loss"})
         self._kl_table.add(batch, logprobs)
-        ratio = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO).exp()[mask]
-        self._add(ratio=ratio.sum(), ratio_squared=ratio.square().sum())
-        self._update_max(ratio=ratio.max())
-        self._add(staleness=batch.staleness[mask].sum())
-        fresh = mask & batch.is_fresh
-        if fresh.any():
-            ours = logprobs[fresh]
-            theirs = batch.rollout_logprobs[fresh]
-            prob_diff = (ours.exp() - theirs.exp()).abs()
-            difference = (ours - theirs).clamp(max=MAX_LOG_RATIO)
-            self._add(fresh=fresh.sum(), prob_diff=prob_diff.sum(), logprob_diff=difference.abs().sum())
-            self._add(mismatch_kl=(difference.exp() - 1 - difference).sum())
-            self._update_max(prob_diff=prob_diff.max())
-        difference = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO)[mask & ~batch.is_fresh]
-        self._add(stale_kl=(difference.exp() - 1 - difference).sum())
+        mask = batch.mask > 0
+        fresh, stale = mask & batch.is_fresh, mask & ~batch.is_fresh
+        difference = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO)
+        ratio = difference.exp()
+        kl = ratio - 1 - difference
+        prob_diff = (logprobs.exp() - batch.rollout_logprobs.exp()).abs()
+        ones = torch.ones_like(ratio)
+        figures.add_by_token(
+            tokens=(ones, mask), ratio=(ratio, mask), ratio_squared=(ratio.square(), mask), staleness=(batch.staleness, mask),
+            fresh=(ones, fresh), prob_diff=(prob_diff, fresh), logprob_diff=(difference.abs(), fresh),
+            mismatch_kl=(kl, fresh), stale_kl=(kl, stale),
+        )  # fmt: skip
+        figures.raise_by_token(ratio=(ratio, mask), prob_diff=(prob_diff, fresh))
 
     def add_packed(self, batch: PackedBatch, *, is_real: bool) -> None:
         """Count the tokens of a micro-batch, and those that are computed for them; none where it only keeps other ranks company."""
@@ -113,10 +113,11 @@ class StepMetrics:
 
     def add_router_loss(self, router_loss: Tensor) -> None:
         """Add the load-balancing loss of a micro-batch, times its weight."""
-        self._add(router_loss=router_loss)
+        self._on_device.add(router_loss=router_loss)
 
     def reduce(self, group: "ActorGroup") -> None:
         """Sum over the ranks; a collective."""
+        self._read()
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
         self._kl_totals = group.all_reduce_sum(self._kl_table.totals())
@@ -131,6 +132,7 @@ class StepMetrics:
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """Metrics of the data and of the loss, for a step that trained `version`."""
+        self._read()
         rewards = [row.reward for row in self.rows]
         staleness = [version - row.version for row in self.rows]
         s = self._sums
@@ -175,10 +177,15 @@ class StepMetrics:
             out["staleness/limited_frac"] = s["limited"] / stale
         return out | kl_metrics(self._kl_totals or self._kl_table.totals())
 
-    def _add(self, **values: Tensor | float) -> None:
-        for name, value in values.items():
-            self._sums[name] += float(value)
+    def _read(self) -> None:
+        sums, maxima = self._on_device.read()
+        self._add(**sums)
+        self._update_max(**maxima)
 
-    def _update_max(self, **values: Tensor | float) -> None:
+    def _add(self, **values: float) -> None:
         for name, value in values.items():
-            self._maxima[name] = max(self._maxima[name], float(value))
+            self._sums[name] += value
+
+    def _update_max(self, **values: float) -> None:
+        for name, value in values.items():
+            self._maxima[name] = max(self._maxima[name], value)

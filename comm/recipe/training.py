@@ -32,6 +32,8 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Ranks that share one copy of the weights (HSDP); `roles.actor` is a multiple of it, null shards over all (FSDP)."""
     prefix_tree: bool = True
     """Compute tokens that rows of a micro-batch share from their first one on, such as a group's prompt, once for all of them."""
+    compile: bool = False
+    """Compile the layers by torch.compile, which takes minutes in the first step; for small policies on GPUs. Needs a C++ compiler, and Triton on a GPU."""
     threads: Count | None = None
     """Threads of each rank of the trainer and of the reference; null chooses by the host's cores and the other processes there."""
 

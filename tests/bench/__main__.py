@@ -65,6 +65,10 @@ CATALOGUE = (
                "a step with shared tokens once over rows alone, groups of 8 (--policy): time, peak memory",
                (f"shared-{prompt}-{response}-{dtype}", f"shared-{prompt}-{response}-{dtype}-memory"))
       for prompt in (46, 256, 1024) for response in (24, 128, 512) for dtype in ("fp32", "bf16")),
+    Workload("operators", "trainer", "operators.measure",
+             "what a micro-batch in bfloat16 asks of the host: operators and type copies of a layer, reads of the device",
+             tuple(f"{family}-{what}" for family in ("llama", "qwen2", "qwen3", "qwen3-sharded")
+                   for what in ("operators", "copies", "reads", "update"))),
     Workload("end-to-end", "trainer", "end_to_end.beside_trl", "a run on two cores over one of TRL's GRPOTrainer (--trl-python)"),
     Workload("slow-environments", "environments", "end_to_end.slow_environments",
              "share of its time that a rollout decodes while 256 environments take 1 s for each answer"),

@@ -193,8 +193,7 @@ class _Rollout(_Played):
 
 
 def _serve_host(address: str, host: str, num_members: str, expiry_s: str) -> None:
-    period_s = min(CommSettings().heartbeat_s, float(expiry_s) / 4)
-    settings = CommSettings(expiry_s=float(expiry_s), heartbeat_s=period_s)
+    settings = CommSettings(expiry_s=float(expiry_s))
     names = names_of(int(host), int(num_members))
     print("ready", flush=True)
     sys.stdin.readline()

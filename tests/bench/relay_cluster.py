@@ -56,7 +56,7 @@ class RelayCluster:
     ) -> None:
         """`pace` is the most bytes per second of a link, `chunk_bytes` the size of chunks; `settings` are fields of `CommSettings`.
         `places` has for each relay the words before its command that run it on its host, and its interface there."""
-        usual = {"interface": "127.0.0.1", "link": "tcp", "heartbeat_s": 0.3, "expiry_s": 30.0, "deadline_s": 60.0}
+        usual = {"interface": "127.0.0.1", "link": "tcp", "expiry_s": 30.0, "deadline_s": 60.0}
         self._settings = CommSettings(**{**usual, **settings})
         self._places = places or [([], self._settings.interface)] * num_relays
         self._pace = pace or float("inf")

@@ -30,7 +30,7 @@ from headrace.trainer.step_metrics import StepMetrics
 from .harness import BenchProcess, Measurement, Options, command
 from .trl_peer import resident_bytes
 
-_NUM_SAMPLES = 8
+NUM_SAMPLES = 8
 _MICRO_TOKENS = 2048
 _ROUNDS = 3
 _PATIENCE_S = 1800.0
@@ -60,19 +60,19 @@ def _step(process: BenchProcess) -> str:
     return process.line("[", _PATIENCE_S)
 
 
-def _batch(prompt: int, response: int, longest_in_tree: int) -> Batch:
-    """Groups as the experience queue gives them."""
+def batch_of(prompt: int, response: int, longest_in_tree: int, micro_tokens: int = _MICRO_TOKENS) -> Batch:
+    """Groups as the experience queue gives them, whose rows alone fill a micro-batch at least."""
     rng = np.random.default_rng(0)
-    num_groups = max(1, -(-_MICRO_TOKENS // (_NUM_SAMPLES * (prompt + response))))
+    num_groups = max(1, -(-micro_tokens // (NUM_SAMPLES * (prompt + response))))
     groups: list[GroupRef] = []
     columns: dict[str, dict[str, np.ndarray]] = {}
-    same = [prompt + response] * _NUM_SAMPLES
+    same = [prompt + response] * NUM_SAMPLES
     for index in range(num_groups):
-        each = list(range(_NUM_SAMPLES))
-        units = [["relay-0#1"]] * _NUM_SAMPLES
-        rewards = rng.random(_NUM_SAMPLES).tolist()
+        each = list(range(NUM_SAMPLES))
+        units = [["relay-0#1"]] * NUM_SAMPLES
+        rewards = rng.random(NUM_SAMPLES).tolist()
         groups.append(
-            GroupRef(GroupId(0, index), each, [1] * _NUM_SAMPLES, units, [0] * _NUM_SAMPLES, same, rewards, prompt)
+            GroupRef(GroupId(0, index), each, [1] * NUM_SAMPLES, units, [0] * NUM_SAMPLES, same, rewards, prompt)
         )
         shared = rng.integers(10, 4000, prompt).astype(np.int32)
         for row in groups[-1].rows():
@@ -84,20 +84,20 @@ def _batch(prompt: int, response: int, longest_in_tree: int) -> Batch:
                 "truncated": np.zeros(1, np.uint8),
             }
     taken = TrainBatch(step=0, first=0, total=num_groups, groups=groups, metrics={})
-    planned = tree_rounds(taken.rows(), 1, _MICRO_TOKENS, longest_in_tree)
+    planned = tree_rounds(taken.rows(), 1, micro_tokens, longest_in_tree)
     return Batch(taken, [parts[0] for parts in planned], columns, has_trees=longest_in_tree > 0)
 
 
 def _serve(policy: str, prompt: int, response: int, dtype: str) -> None:
     """CPU seconds and memory of a step, and its ratio of tokens: with shared tokens once, then of rows alone, and so on."""
-    probe = _batch(prompt, response, 0)
+    probe = batch_of(prompt, response, 0)
     recipe = Recipe(
         model=ModelSettings(path=policy, dtype="bfloat16" if dtype == "bf16" else "float32"),
-        batch=BatchSettings(prompts_per_step=len(probe.row_batch.groups), samples_per_prompt=_NUM_SAMPLES),
+        batch=BatchSettings(prompts_per_step=len(probe.row_batch.groups), samples_per_prompt=NUM_SAMPLES),
         optimizer=OptimizerSettings(lr=1e-7, micro_tokens=_MICRO_TOKENS),
     )
     actor = Actor(recipe, ActorGroup(rank=0, size=1, device=torch.device("cpu"), deadline_s=60.0))
-    batches = [_batch(prompt, response, longest) for longest in (actor.longest_in_tree, 0)]
+    batches = [batch_of(prompt, response, longest) for longest in (actor.longest_in_tree, 0)]
     before = resident_bytes("VmRSS")
     print("ready", flush=True)
     for number, _ in enumerate(sys.stdin):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
-from headrace.launch.config.checks.recipe import check_settings
 from headrace.launch.config.help import field_docs, usage
 from headrace.launch.config.load import (
     CONFIG_FILE,
@@ -168,8 +167,3 @@ def test_a_new_run_folder_is_readable_as_the_umask_says_and_an_old_one_stays_as_
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o755)
     assert make_run_folder(tmp_path / "shared").stat().st_mode & 0o777 == 0o755
-
-
-def test_processes_beat_more_often_than_they_expire():
-    with pytest.raises(SettingError, match="comm.expiry_s=10 must be at least twice comm.heartbeat_s=6"):
-        check_settings(read_recipe(None, ["comm.heartbeat_s=6"]))

@@ -34,7 +34,7 @@ from headrace.comm.fleet import StoreFleet
 from headrace.comm.messages import Stop
 from headrace.comm.messages import LeaseRequest
 from headrace.comm.recipe import CommSettings
-fleet = StoreFleet.join(sys.argv[1], "rollout", 0, b"s", {}, CommSettings(heartbeat_s=0.02))
+fleet = StoreFleet.join(sys.argv[1], "rollout", 0, b"s", {}, CommSettings())
 mailbox = fleet.open_mailbox(fleet.name)
 mailbox.send("hub", LeaseRequest(1, 0, 2))
 mailbox.receive(60)
@@ -48,7 +48,7 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.hosted = StoreServer("127.0.0.1", b"s").start()
-        self.settings = CommSettings(heartbeat_s=0.02, expiry_s=NEVER_S, deadline_s=PATIENCE_S)
+        self.settings = CommSettings(expiry_s=NEVER_S, deadline_s=PATIENCE_S)
         self.fleets = {role: self.join(role) for role in ("hub", "relay")}
         recipe = Recipe(comm=self.settings, run=RunSettings(dir=str(folder)))
         self.relay = threading.Thread(target=relay_loop.run, args=(self.fleets["relay"], recipe), daemon=True)

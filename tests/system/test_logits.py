@@ -29,7 +29,7 @@ def logits(policy):
 def test_after_each_push_the_rollouts_logits_are_the_actors_bit_for_bit(tmp_path, family, link):
     network, settings, path = (
         MemoryNetwork(),
-        CommSettings(link=link, heartbeat_s=0.02, deadline_s=60),
+        CommSettings(link=link, deadline_s=60),
         tiny_policy(tmp_path, family),
     )
     segment = Segment.create_anonymous()

@@ -30,7 +30,7 @@ class Cluster:
 
     def __init__(self, link, num_readers=1):
         self.hosted = StoreServer("127.0.0.1", b"s").start()
-        self.settings = CommSettings(link=link, heartbeat_s=0.05, deadline_s=PATIENCE_S)
+        self.settings = CommSettings(link=link, deadline_s=PATIENCE_S)
         self.tensors = {"w": torch.zeros(NUM_FLOATS)}
         self.layout = Layout.of(self.tensors, "float32")
         self.fleets, self.closing = [], []

@@ -196,3 +196,17 @@ def test_a_critic_and_a_reference_policy_are_counted():
     passes = BatchSettings(passes=4)  # later passes have the log-probs of the first
     assert actor_memory(sizes, Recipe(roles=ranks, batch=passes), checkpointing=True).device_bytes == plain
     assert both - plain == pytest.approx((16 + 4) * sizes.num_parameters / 4)
+
+
+def test_layers_that_are_gathered_in_half_precision_leave_no_copy_of_all_weights():
+    sizes = PolicySizes.of(QWEN_7B)
+
+    def work(ranks: int, dtype: str, **settings):
+        recipe = Recipe(model=ModelSettings(dtype=dtype), roles=RoleSettings(actor=ranks), **settings)
+        return actor_memory(sizes, recipe, checkpointing=False).device
+
+    assert work(1, "bfloat16")["bfloat16 copies"] == 2 * sizes.num_layers * sizes.layer_parameters
+    assert "bfloat16 copies" not in work(2, "bfloat16") and "bfloat16 copies" not in work(2, "float32")
+    saved = work(2, "float32")["gathered weights"] - work(2, "bfloat16")["gathered weights"]
+    assert saved == 2 * sizes.layer_parameters  # the next layer's and this one's weights, less a gradient in both types
+    assert "bfloat16 copies" in work(2, "bfloat16", lora=LoraSettings(rank=8)), "weights below an adapter"

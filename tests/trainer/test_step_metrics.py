@@ -150,3 +150,56 @@ def test_the_ratio_of_the_tree_is_over_all_micro_batches_that_have_rows():
         stats.add_packed(pack([row] * 3, VERSION, torch.device("cpu"), longest_in_tree=longest), is_real=True)
     stats.add_packed(pack([PADDING_TRAJECTORY], VERSION, torch.device("cpu")), is_real=False)
     assert stats.metrics(VERSION)["actor/tree_ratio"] == 72 / (12 + 36)
+
+
+def mixed_row(number: int) -> Trajectory:
+    """Tokens of several versions, of which a third has no loss; row 2 has none with loss, row 3 no fresh one."""
+    rng = np.random.default_rng(number)
+    length = (30, 7, 5, 11)[number]
+    ages = rng.integers(number == 3, 3, length)
+    return Trajectory(
+        prompt_ids=np.array([1], np.int32),
+        response_ids=np.zeros(length, np.int32),
+        rollout_logprobs=rng.normal(-2, 1, length).astype(np.float32),
+        loss_mask=((rng.random(length) > 1 / 3) & (number != 2)).astype(np.uint8),
+        version=0,
+        versions=(VERSION - ages).astype(np.int32),
+        advantages=rng.normal(size=length).astype(np.float32),
+    )
+
+
+def figures_by_formula(rows: list[Trajectory], ours: list[np.ndarray], entropy: list[np.ndarray]) -> dict[str, float]:
+    """Each metric of the tokens with loss, in float64."""
+    mask = np.concatenate([row.loss_mask for row in rows]) > 0
+    ages = VERSION - np.concatenate([row.versions for row in rows if row.versions is not None])[mask]
+    p, b, h = (np.concatenate(x).astype(np.float64)[mask] for x in (ours, [r.rollout_logprobs for r in rows], entropy))
+    difference, is_fresh = p - b, ages == 0
+    ratio, prob_diff = np.exp(difference), np.abs(np.exp(p) - np.exp(b))
+    kl = ratio - 1 - difference
+    return {
+        "actor/entropy": h.mean(), "is/mean": ratio.mean(), "is/max": ratio.max(),
+        "is/ess": ratio.sum() ** 2 / (len(ratio) * np.square(ratio).sum()), "staleness/token_mean": ages.mean(),
+        "mismatch/probs_diff_mean": prob_diff[is_fresh].mean(), "mismatch/probs_diff_max": prob_diff[is_fresh].max(),
+        "mismatch/logprob_abs_diff": np.abs(difference)[is_fresh].mean(), "mismatch/kl": kl[is_fresh].mean(),
+        "staleness/kl": kl[~is_fresh].mean(),
+    }  # fmt: skip
+
+
+def test_each_figure_is_that_of_its_formula_over_the_tokens_with_loss_of_all_micro_batches():
+    rows = [mixed_row(number) for number in range(4)]
+    rng = np.random.default_rng(9)
+    ours = [(row.rollout_logprobs + rng.normal(0, 0.3, len(row.loss_mask))).astype(np.float32) for row in rows]
+    ours[2][:] = -math.inf  # without loss
+    entropy = [rng.random(len(row.loss_mask)).astype(np.float32) for row in rows]
+    stats = StepMetrics()
+    stats.add(batch_of(VERSION, np.arange(3)))
+    algorithm = AlgorithmSettings()
+    for part in ([0], [1, 3], [2]):
+        batch = pack([rows[number] for number in part], VERSION, torch.device("cpu"))
+        logprobs, own = (torch.from_numpy(np.concatenate([x[number] for number in part])) for x in (ours, entropy))
+        finite = logprobs.nan_to_num(neginf=-5.0)  # the loss of this part is 0, and would be NaN
+        stats.add_batch(batch, logprobs, policy_loss(finite, own, batch, algorithm, SamplingSettings()))
+    metrics = stats.metrics(VERSION)
+    for name, value in figures_by_formula(rows, ours, entropy).items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5), name
+    assert stats.metrics(VERSION) == metrics, "reading changes nothing"

@@ -32,7 +32,7 @@ def token_weights(loss_agg: str, mask: Tensor, lengths: Tensor, max_new_tokens: 
         return TokenWeights(mask, mask.sum())
     counts = sequence_sums(mask, lengths)
     tokens = {
-        "seq-mean-token-mean": lambda: mask / spread(counts.clamp(min=1), lengths),
+        "seq-mean-token-mean": lambda: mask / spread(counts.clamp(min=1), lengths, len(mask)),
         "seq-mean-token-sum": lambda: mask,
         "seq-mean-token-sum-norm": lambda: mask / max_new_tokens,
     }[loss_agg]()

@@ -61,7 +61,7 @@ def importance_weights(logprobs: Tensor, batch: PackedBatch, settings: Algorithm
     if settings.importance_sampling.startswith("sequence"):
         has_loss = batch.mask > 0
         sums = sequence_sums(torch.where(has_loss, log_weights, 0.0), batch.response_lengths)
-        log_weights = spread(log_ratio(sums, torch.zeros_like(sums)), batch.response_lengths)
+        log_weights = spread(log_ratio(sums, torch.zeros_like(sums)), batch.response_lengths, len(logprobs))
     weight = log_weights.exp()
     is_above = weight > cap
     is_dropped = torch.zeros_like(is_above)

@@ -57,7 +57,7 @@ def sequence_surrogate(x: LossInputs) -> tuple[Tensor, Tensor]:
     ratio is s, its gradient is s times that of log p: with one advantage for the response, this is the gradient of s A.
     """
     mean = sequence_means(log_ratio(x.logprobs, x.proximal_logprobs).detach(), x.mask, x.lengths)
-    return _pessimistic((spread(mean, x.lengths) + x.logprobs - x.logprobs.detach()).exp(), x)
+    return _pessimistic((spread(mean, x.lengths, len(x.mask)) + x.logprobs - x.logprobs.detach()).exp(), x)
 
 
 def clipped_weight(x: LossInputs) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Sum over the tokens of each response: values [R] -> [n]; 0 for an empty response."""
-    return torch.segment_reduce(values, "sum", lengths=lengths, initial=0)
+    # `unsafe`: lengths are not checked, for which the host would wait.
+    return torch.segment_reduce(values, "sum", lengths=lengths, initial=0, unsafe=True)
 
 
 def sequence_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
@@ -18,6 +19,6 @@ def sequence_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     return sequence_sums(values * mask, lengths) / sequence_sums(mask, lengths).clamp(min=1)
 
 
-def spread(values: Tensor, lengths: Tensor) -> Tensor:
-    """Each response's figure for each of its tokens: values [n] -> [R]."""
-    return values.repeat_interleave(lengths)
+def spread(values: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
+    """Each response's figure for each of its tokens: values [n] -> [R], R = `num_tokens`, which a GPU need not tell the host then."""
+    return values.repeat_interleave(lengths, output_size=num_tokens)

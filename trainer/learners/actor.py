@@ -20,6 +20,7 @@ from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, TrajectoryBatch
 from ..checkpoint import TrainingState, load_state
 from ..logprobs import longest_in_tree, packed_logprobs, response_logprobs
 from ..policy.adapter_files import AdapterBase, check_adapter
+from ..policy.device import DeviceSums, to_device
 from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
 from ..step_metrics import StepMetrics
@@ -60,7 +61,9 @@ class Actor:
         self._num_updates = recipe.batch.updates_per_version * recipe.batch.passes
         self._keeps_proximal = self._num_updates > 1 and recipe.algorithm.proximal == "version"
         self._num_groups = 0
-        self._loss = self._weight = self._update_s = 0.0
+        self._totals = DeviceSums()
+        """Of loss and weight since the last update, on this rank."""
+        self._update_s = 0.0
 
     @property
     def version(self) -> int:
@@ -135,8 +138,7 @@ class Actor:
         self.batches = []
         self.updates = []
         self._num_groups = 0
-        self._loss = 0.0
-        self._weight = 0.0
+        self._totals = DeviceSums()
         self.updater.discard()
         self.start.drop()
         if self.critic is not None:
@@ -178,11 +180,11 @@ class Actor:
         if router_loss is not None:
             stats.add_router_loss(router_loss)
         if needs_gradient:
+            self.group.sum_gradients(self.policy, is_wanted=False)
             terms.loss.backward()
         else:
             self.group.reshard(self.policy)
-        self._loss += float(terms.loss.detach())
-        self._weight += float(terms.weight)
+        self._totals.add(loss=terms.loss.detach(), weight=terms.weight)
         logprobs = logprobs.detach()
         stats.add_batch(batch, logprobs, terms)
         if self.critic is not None:
@@ -201,7 +203,7 @@ class Actor:
         # Of this micro-batch alone: an update has the mean of its micro-batches, by their weights.
         weights = None
         if batch.tree is not None:  # a shared token counts as often as it is in rows
-            weights = torch.from_numpy(np.bincount(batch.tree.row_nodes)).to(self.group.device)
+            weights = to_device(torch.from_numpy(np.bincount(batch.tree.row_nodes)), self.group.device)
         router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok, weights)
         loss = terms.loss + router_coef * terms.weight * router_loss
         return logprobs, terms._replace(loss=loss), router_loss.detach() * terms.weight
@@ -222,14 +224,27 @@ class Actor:
         """Update the weights by the mean gradient since the last update."""
         if not self.is_frozen:
             self._update_policy()
-        self._loss = self._weight = 0.0
+        self._totals = DeviceSums()
         if self.critic is not None:
             self.critic.update(self.version)
 
+    def sum_gradients(self) -> None:
+        """Sum over the ranks what micro-batches since the last update have added, by the backward pass of one without rows.
+
+        It could be part of the last of them, but a rank does not know which one is the last while groups still arrive.
+        """
+        if self.group.sums_once:
+            self.group.sum_gradients(self.policy, is_wanted=True)
+            empty = pack([PADDING_TRAJECTORY], self.version, self.group.device)
+            _, terms, _ = self._forward(empty, self.recipe.algorithm)
+            terms.loss.backward()
+
     def _update_policy(self) -> None:
+        self.sum_gradients()
         if self._keeps_proximal and not self.updates and self.recipe.batch.updates_per_version > 1:
             self.start.keep()
-        loss, weight = self.group.all_reduce_sum([self._loss, self._weight])
+        totals, _ = self._totals.read()
+        loss, weight = self.group.all_reduce_sum([totals.get(name, 0.0) for name in ("loss", "weight")])
         # FSDP2 averages the gradients over the ranks; their sum is `size` times larger.
         scale = self.group.size / max(weight, 1.0)
         is_sound = math.isfinite(loss) and weight > 0

@@ -1,6 +1,7 @@
 """The built-in learner: an actor with the reference policy, checkpoints, and the publisher of its weights."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from ...relay.dataset.chat_template import own_template
 from ...relay.queue.batch import Batch
 from ...relay.weights.layout import Layout, WeightShard
 from ...relay.weights.publisher import WeightPublisher
-from ..actor_group import ActorGroup, gather_full
+from ..actor_group import ActorGroup, gather_full, layer_type
 from ..alarms.turn_tokens import turn_tokens
 from ..checkpoint import save_state, staged
 from ..export import export
@@ -67,7 +68,8 @@ class ActorLearner(Actor):
         if self.reference is None:
             path = self.recipe.model.path
             group = self.group
-            self.reference = load_policy(path, "float32", group.device, shard=group.shard)
+            shard = partial(group.shard, layer_type=layer_type(self.recipe, self.policy))
+            self.reference = load_policy(path, "float32", group.device, shard=shard)
         return response_logprobs(self.reference, batch, self.group.device, self.recipe)
 
     def publish(self) -> None:

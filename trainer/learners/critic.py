@@ -4,6 +4,7 @@ import math
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ...comm.recipe import Recipe
@@ -13,6 +14,7 @@ from ..algorithms.gae import value_loss
 from ..batch import PackedBatch
 from ..logprobs import by_row, packed_hidden
 from ..policy.adapter_files import AdapterBase
+from ..policy.device import DeviceSums
 from ..policy.model import Policy
 from .optimizer import Update, Updater, learning_rate
 
@@ -40,11 +42,11 @@ class Critic:
         self._recipe = recipe
         self._group = group
         self.model = ValueModel(group.load(recipe, adapter_base))
-        group.shard_modules(self.model.head)
+        group.shard_module(self.model.head)
         self._settings = msgspec.structs.replace(recipe.optimizer, lr=recipe.critic.lr)
         self.updater = Updater(self.model, self._settings)
-        self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
-        """Sums since the last update, on this rank."""
+        self._sums = DeviceSums()
+        """Since the last update, on this rank."""
         self._step_sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         """Sums of the step in progress, over all ranks."""
         self._updates: list[Update] = []
@@ -67,22 +69,21 @@ class Critic:
         mask = batch.mask
         per_token, is_clipped = value_loss(values, old, returns, self._recipe.critic.clip_value)
         (per_token * mask).sum().backward()
+        is_counted = mask > 0
         figures = {
-            "tokens": mask, "loss": per_token.detach() * mask, "clipped": is_clipped * mask, "values": old * mask, "returns": returns * mask,
-            "squared_returns": returns.square() * mask, "errors": (returns - old) * mask,
-            "squared_errors": (returns - old).square() * mask,
+            "tokens": torch.ones_like(mask), "loss": per_token.detach(), "clipped": is_clipped, "values": old, "returns": returns,
+            "squared_returns": returns.square(), "errors": returns - old, "squared_errors": (returns - old).square(),
         }  # fmt: skip
-        for name, figure in figures.items():
-            self._sums[name] += float(figure.sum())
+        self._sums.add_by_token(**{name: (figure, is_counted) for name, figure in figures.items()})
 
     def update(self, step: int) -> None:
         """Update the weights by the mean gradient over the tokens since the last update; a collective."""
-        sums = dict(zip(_SUMS, self._group.all_reduce_sum(list(self._sums.values())), strict=True))
+        own, _ = self._sums.read()  # none, if no micro-batch of this rank had rows
+        sums = dict(zip(_SUMS, self._group.all_reduce_sum([own.get(name, 0.0) for name in _SUMS]), strict=True))
         self._lr = learning_rate(self._settings, step, self._recipe.run.steps)
         scale = self._group.size / max(sums["tokens"], 1.0)
         is_sound = math.isfinite(sums["loss"]) and sums["tokens"] > 0
         self._updates.append(self.updater.update(scale, self._lr, is_sound=is_sound))
-        self._sums = dict.fromkeys(_SUMS, 0.0)
         self._step_sums = {name: value + sums[name] for name, value in self._step_sums.items()}
 
     def metrics(self) -> dict[str, float]:
@@ -110,7 +111,7 @@ class Critic:
     def discard(self) -> None:
         """Drop the gradients and figures of an unfinished step."""
         self.updater.discard()
-        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._sums = DeviceSums()
         self._step_sums = dict.fromkeys(_SUMS, 0.0)
         self._updates = []
 

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
@@ -38,12 +39,13 @@ class Updater:
         When the norm is not finite, or the caller's loss is not sound (not finite, or a mean over no token), weights and moments stay as
         they are, on all ranks alike: an update without data would still follow its momentum and the weight decay.
         """
-        total = self._scale(scale)
-        norm = _whole(total)
+        norm = self.norm(scale)
         is_applied = is_sound and math.isfinite(norm)
         if is_applied:
-            if self._max_grad_norm > 0:
-                clip_grads_with_norm_(self._parameters, self._max_grad_norm, total)
+            bound = self._max_grad_norm or math.inf
+            # One pass over the gradients; the small number is that of PyTorch's own clipping.
+            factor = scale * min(1.0, bound / (norm + 1e-6))
+            torch._foreach_mul_(self._gradients(), factor)  # pyright: ignore[reportPrivateImportUsage]
             self._set_lr(lr)
             self.optimizer.step()
         self.discard()
@@ -60,21 +62,16 @@ class Updater:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def scaled_norm(self, scale: float) -> float:
-        """Scale the accumulated gradients; returns their norm; a collective."""
-        return _whole(self._scale(scale))
+    def norm(self, scale: float) -> float:
+        """The norm of `scale` times the accumulated gradients; a collective."""
+        return scale * _whole(get_total_norm(self._gradients()))
 
-    def _scale(self, scale: float) -> Tensor:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None] or self._zeros()
-        for gradient in gradients:
-            gradient *= scale
-        return get_total_norm(gradients)
-
-    def _zeros(self) -> list[Tensor]:
-        """Gradients of zeros, where no micro-batch had one: an update by momentum alone."""
-        for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+    def _gradients(self) -> list[Tensor]:
+        """The accumulated gradients; zeros, where no micro-batch had one: an update by momentum alone."""
+        found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not found:
+            self.put(found := [torch.zeros_like(parameter) for parameter in self._parameters])
+        return found
 
     def discard(self) -> None:
         """Clear the accumulated gradients."""
@@ -137,7 +134,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 def optimizer_class(name: str) -> Callable[..., Optimizer]:
     """The class for `optimizer.name`; raises SettingError if its package is not installed."""
     if name == "adamw":
-        return AdamW
+        return partial(AdamW, fused=True)
     try:
         return import_module("torchao.optim").AdamW8bit  # of the 8-bit optimizers the one for FSDP2 shards
     except ImportError as error:

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
+from .device import to_device
 from .length_classes import length_classes
 
 NAME = "headrace"
@@ -74,8 +75,8 @@ def _dispatch(
     return out.unsqueeze(0), None
 
 
+# transformers makes no mask for an attention that registers none; to decide on one it would wait for the device.
 AttentionInterface.register(NAME, _dispatch)  # pyright: ignore[reportArgumentType]
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # pyright: ignore[reportArgumentType]
 
 
 def takes_varlen(device: str, dtype: torch.dtype, spec: AttentionSpec) -> bool:
@@ -110,7 +111,7 @@ class PackedAttention:
 
     @cached_property
     def _device_starts(self) -> Tensor:
-        return self._starts.to(self._device, torch.int32)
+        return to_device(self._starts.int(), self._device)
 
     @cached_property
     def _padded(self) -> tuple[list[tuple[Tensor, tuple[int, int]]], Tensor]:
@@ -125,9 +126,9 @@ class PackedAttention:
             tokens = self._starts[members][:, None] + torch.minimum(offsets[None, :], sizes[:, None] - 1)
             is_real = offsets[None, :] < sizes[:, None]
             inverse[tokens[is_real]] = padded + is_real.flatten().nonzero().flatten()
-            found.append((tokens.flatten().to(self._device), (len(members), longest)))
+            found.append((to_device(tokens.flatten(), self._device), (len(members), longest)))
             padded += tokens.numel()
-        return found, inverse.to(self._device)
+        return found, to_device(inverse, self._device)
 
 
 class ChunkAttention:

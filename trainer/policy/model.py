@@ -14,13 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from ...comm.errors import SettingError
 from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
+from .device import to_device
 from .exact.decoder import ExactDecoder
 from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
 from .lm_head import LogitsHead
@@ -97,6 +105,15 @@ class Policy(nn.Module):
         for layer in layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
+    def compile_layers(self) -> None:
+        """From now on the layers are compiled, but for attention: once for tokens of any number, when they first run."""
+        assert self.exact is None, "exact mode computes the layers itself"
+        # Attention has another plan in each micro-batch, for which a layer would be compiled again.
+        AttentionInterface.register(NAME, torch.compiler.disable(AttentionInterface()[NAME]))
+        layers: Any = self.model.base_model.layers
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
     @torch.no_grad()
     def split(self, tensor_parallel: TensorParallel) -> None:
         """From now on hold only this rank's slice of each layer, for `decoder.LeanDecoder`.
@@ -136,14 +153,14 @@ class Policy(nn.Module):
     def forward_packed(self, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Hidden states [T, hidden] of whole sequences packed one after the other. Differentiable.
 
-        Sequence i is token_ids[cu_seqlens[i] : cu_seqlens[i + 1]].
+        Sequence i is token_ids[cu_seqlens[i] : cu_seqlens[i + 1]]; cu_seqlens is read on the host.
         """
         lengths: list[int] = cu_seqlens.diff().tolist()
         passes = self.rope.passes(lengths)
         if passes is None:
             return self._forward_sequences(token_ids, lengths)
-        hidden = self._forward_sequences(token_ids[passes.tokens.to(token_ids.device)], passes.lengths)
-        return hidden[passes.results.to(hidden.device)]
+        hidden = self._forward_sequences(token_ids[to_device(passes.tokens, token_ids.device)], passes.lengths)
+        return hidden[to_device(passes.results, hidden.device)]
 
     @property
     def longest_in_tree(self) -> int:
@@ -169,12 +186,12 @@ class Policy(nn.Module):
 
         Weights that are offloaded lie elsewhere, so `self.device` is not this one.
         """
-        token_ids, positions = (torch.from_numpy(x).to(device, torch.long) for x in (tree.token_ids, tree.positions))
+        token_ids, positions = (to_device(torch.from_numpy(x).long(), device) for x in (tree.token_ids, tree.positions))
         return self(token_ids, positions, TreeAttention(tree, device))
 
     def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
         rows = [self.rope.of_chunk(0, length, length) for length in lengths]
-        positions = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(token_ids.device)
+        positions = to_device(torch.cat([torch.arange(row.start, row.stop) for row in rows]), token_ids.device)
         if self.exact is not None:
             return self.exact(token_ids, positions, self.exact.packed_attention(lengths))
         return self(token_ids, positions, PackedAttention(lengths, token_ids.device))

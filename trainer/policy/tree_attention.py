@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import AttentionSpec, band, masked_attention, takes_varlen, varlen_attention
+from .device import to_device
 from .length_classes import length_classes
 from .prefix_tree import Branch, PrefixTree, Stem
 
@@ -64,8 +65,8 @@ class TreeAttention:
         paths = [self._tree.path(branch) for branch in self._branches]
         sizes = np.array([[b.stop - b.start, len(path)] for b, path in zip(self._branches, paths, strict=True)])
         starts = np.concatenate([np.zeros((1, 2), np.int64), sizes.cumsum(0)]).astype(np.int32)
-        on_device = torch.from_numpy(starts.T.copy()).to(self._device)
-        keys = torch.from_numpy(np.concatenate(paths)).to(self._device)
+        on_device = to_device(torch.from_numpy(starts.T.copy()), self._device)
+        keys = to_device(torch.from_numpy(np.concatenate(paths)), self._device)
         return keys, (on_device[0], on_device[1]), (int(sizes[:, 0].max()), int(sizes[:, 1].max()))
 
     @cached_property
@@ -82,7 +83,7 @@ class TreeAttention:
         queries = _padded([np.arange(branch.start, branch.stop) for branch in branches])
         keys = _padded([self._tree.path(branch) for branch in branches])
         depths = self._tree.positions[queries]
-        return _RowClass(*(torch.from_numpy(x).to(self._device) for x in (queries, keys, depths)))
+        return _RowClass(*(to_device(torch.from_numpy(x), self._device) for x in (queries, keys, depths)))
 
     @cached_property
     def _row_inverse(self) -> Tensor:
@@ -91,7 +92,7 @@ class TreeAttention:
         inverse = np.empty(len(self._tree.token_ids), np.int64)
         # A padded branch repeats its last query. Of equal indices the last assignment stays, so from behind that is the first place.
         inverse[queries[::-1]] = np.arange(len(queries))[::-1]
-        return torch.from_numpy(inverse).to(self._device)
+        return to_device(torch.from_numpy(inverse), self._device)
 
     @cached_property
     def own(self) -> tuple[list["_OwnClass"], Tensor]:

@@ -132,15 +132,17 @@ class CounterfactualActor(Actor):
 
     def _compare(self) -> None:
         """Compute the gradient of each variant; the run's is there before and afterwards."""
+        self.sum_gradients()
         own = self.updater.take()
         for rows, tally in self._variants:
             weight = self._add_gradients(rows, tally)
+            self.sum_gradients()
             (weight,) = self.group.all_reduce_sum([weight])
             found = self.updater.take()
             products = [_inner_product(*pair) for pair in ((own, found), (own, own), (found, found))]
             product, own_square, square = self.group.all_reduce_sum(products)
             self.updater.put(found)
-            norm = self.updater.scaled_norm(self.group.size / max(weight, 1.0))
+            norm = self.updater.norm(self.group.size / max(weight, 1.0))
             self.updater.discard()
             root = math.sqrt(own_square * square)  # of equal gradients the product itself, so their cosine is exactly 1
             tally.add_gradient(norm, product / root if root else None)

@@ -157,7 +157,7 @@ class Relays:
     """A chain in memory, and an actor that sends to its head through a gate."""
 
     def __init__(self, count):
-        self.settings = CommSettings(link="tcp", heartbeat_s=0.02)
+        self.settings = CommSettings(link="tcp")
         chunks = patch.object(transfer, "CHUNK_RANGE", (64 << 10, 64 << 10))
         chunks.start()
         at_end(chunks.stop)

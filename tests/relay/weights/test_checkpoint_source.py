@@ -74,7 +74,7 @@ def test_a_version_without_checkpoint_names_the_settings_and_one_unknown_is_told
 
 
 def test_a_rollout_takes_from_the_checkpoint_a_version_that_no_relay_holds(tmp_path: Path):
-    run, network, settings = Run(tmp_path), MemoryNetwork(), CommSettings(heartbeat_s=0.02, deadline_s=60)
+    run, network, settings = Run(tmp_path), MemoryNetwork(), CommSettings(deadline_s=60)
     segment = Segment.create_anonymous()
     relay = MemoryFleet.join_network(network, "relay", 0, {"segment": segment.path}, settings)
     server = WeightServer(relay, segment, settings).start()

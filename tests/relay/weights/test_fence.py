@@ -31,7 +31,7 @@ class TwoRanks:
     """A relay, and ranks of a trainer that own half of the rows of one matrix each."""
 
     def __init__(self, link):
-        self.settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=60)
+        self.settings = CommSettings(link=link, deadline_s=60)
         self.network, self.segment = MemoryNetwork(), Segment.create_anonymous()
         self.layout = Layout.of({"w": torch.zeros(ROWS, 100)}, "float32")
         self.relay = self.join("relay", 0, {"segment": self.segment.path})

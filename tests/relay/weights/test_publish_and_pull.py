@@ -35,7 +35,7 @@ class WeightsScene:
     """Relays, an actor and readers of one test, in one process; everything is closed at its end."""
 
     def __init__(self, link="auto", num_relays=1, dtype="float32", **settings):
-        self.settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=PATIENCE_S, **settings)  # pyright: ignore[reportArgumentType]
+        self.settings = CommSettings(link=link, deadline_s=PATIENCE_S, **settings)  # pyright: ignore[reportArgumentType]
         self.network = MemoryNetwork()
         self.layout = Layout.of(weights(0), dtype)
         self.closing = []

@@ -27,7 +27,7 @@ from headrace.comm.recipe import CommSettings
 from headrace.comm.shared_memory import Segment
 from headrace.relay.weights.server import WeightServer
 segment = Segment.inherited()
-settings = CommSettings(link=sys.argv[3], heartbeat_s=0.02, expiry_s=60)
+settings = CommSettings(link=sys.argv[3], expiry_s=60)
 fleet = StoreFleet.join(sys.argv[1], "relay", int(sys.argv[2]), b"s", {"segment": segment.path}, settings)
 server = WeightServer(fleet, segment, settings).start()
 print("ready", flush=True)
@@ -42,7 +42,7 @@ class Processes:
 
     def __init__(self, link):
         self.hosted = StoreServer("127.0.0.1", b"s").start()
-        self.settings = CommSettings(link=link, heartbeat_s=0.02, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
+        self.settings = CommSettings(link=link, expiry_s=PATIENCE_S, deadline_s=PATIENCE_S)
         self.layout = Layout.of(weights(0), "float32")
         self.relays, self.segments, self.closing = [], [], []
         at_end(self.hosted.close)

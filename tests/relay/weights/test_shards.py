@@ -114,7 +114,7 @@ from headrace.relay.weights.publisher import WeightPublisher
 
 address, rank, size, link, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 tp = int(sys.argv[7])
-settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=240)
+settings = CommSettings(link=link, deadline_s=240)
 model = build()
 fleet = StoreFleet.join(address, "actor", rank, b"s", {}, settings)
 if size > 1:
@@ -141,7 +141,7 @@ end_process(0)
 def published_by(num_ranks, link, dtype, tp):
     """The digest of version 2 and the bytes that each rank of a replica has, when `num_ranks` actor ranks publish it."""
     hosted = StoreServer("127.0.0.1", b"s").start()
-    settings = CommSettings(link=link, heartbeat_s=0.02, deadline_s=240)
+    settings = CommSettings(link=link, deadline_s=240)
     segment = Segment.create_anonymous()
     relay = StoreFleet.join(hosted.address, "relay", 0, b"s", {"segment": segment.path}, settings)
     rollout = StoreFleet.join(hosted.address, "rollout", 0, b"s", {}, settings)

@@ -26,7 +26,7 @@ def test_a_relay_with_a_staging_device_takes_weights_through_it_and_shows_them_i
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(chain, "remote_backend", lambda settings: "staged")  # buckets in host memory, over Gloo
-    hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(heartbeat_s=0.05, deadline_s=60)
+    hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(deadline_s=60)
     segment = Segment.create_anonymous()
     info = {"segment": segment.path}
     fleets = [
@@ -69,7 +69,7 @@ def test_a_run_with_staging_trains_and_adds_up(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_an_actor_without_a_gpu_cannot_push_to_one():
-    hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(link="nccl", heartbeat_s=0.05)
+    hosted, settings = StoreServer("127.0.0.1", b"s").start(), CommSettings(link="nccl")
     relay = StoreFleet.join(hosted.address, "relay", 0, b"s", {"segment": ""}, settings)
     actor = StoreFleet.join(hosted.address, "actor", 0, b"s", {}, settings)
     tensors = {"w": torch.zeros(3)}

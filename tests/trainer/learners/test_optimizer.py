@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from bench.operators import Operators
 from support.actors import ALONE, actor_of, batch_of, explode, on_two_ranks, recipe_of, train
 from support.policies import FAMILIES, tiny_policy
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
@@ -17,7 +18,7 @@ from headrace.comm.errors import SettingError
 from headrace.comm.recipe import OptimizerSettings
 from headrace.trainer.checkpoint import load_state, save_state, staged
 from headrace.trainer.learners.builtin import Actor
-from headrace.trainer.learners.optimizer import decays, learning_rate, open_optimizer, optimizer_class
+from headrace.trainer.learners.optimizer import Updater, decays, learning_rate, open_optimizer, optimizer_class
 from headrace.trainer.logprobs import response_logprobs
 from headrace.trainer.replay.replay import replay_steps
 from headrace.trainer.step_log import StepLog
@@ -143,6 +144,53 @@ def test_a_row_that_no_policy_can_have_drawn_names_the_engine_and_the_row(policy
     for use in (lambda: train(actor, [batch]), lambda: response_logprobs(actor.policy, batch, ALONE.device, recipe)):
         with pytest.raises(SettingError, match=f"rollout.engine: row {row.key} {message}"):
             use()
+
+
+def adamw_by_formula(
+    weight: np.ndarray, gradients: list[np.ndarray], settings: OptimizerSettings, scale: float, norms: list[float]
+) -> np.ndarray:
+    """Decoupled weight decay (arXiv 1711.05101, algorithm 2) on gradients of which each update's norm is clipped, in float64."""
+    first, second = np.zeros_like(weight), np.zeros_like(weight)
+    for number, (gradient, norm) in enumerate(zip(gradients, norms, strict=True), 1):
+        g = scale * gradient * min(1, settings.max_grad_norm / (scale * norm))
+        first = settings.beta1 * first + (1 - settings.beta1) * g
+        second = settings.beta2 * second + (1 - settings.beta2) * g**2
+        mean, square = first / (1 - settings.beta1**number), second / (1 - settings.beta2**number)
+        decay = settings.weight_decay if weight.ndim > 1 else 0.0
+        weight = weight - settings.lr * (decay * weight + mean / (np.sqrt(square) + settings.eps))
+    return weight
+
+
+def test_updates_are_those_of_the_formula_in_few_operators():
+    model, rng = torch.nn.Linear(7, 5), np.random.default_rng(0)
+    settings = OptimizerSettings(lr=0.01, weight_decay=0.1, max_grad_norm=0.5)
+    updater, scale = Updater(model, settings), 0.125
+    before = [p.detach().double().numpy() for p in model.parameters()]
+    gradients = [[rng.normal(0, size, p.shape) for p in model.parameters()] for size in (1.0, 5.0, 0.1, 2.0)]
+    norms = [math.sqrt(sum(np.square(g).sum() for g in each)) for each in gradients]
+    with Operators() as found:
+        for each, norm in zip(gradients, norms, strict=True):
+            updater.put([torch.from_numpy(g).float() for g in each])
+            assert updater.update(scale, settings.lr).grad_norm == pytest.approx(scale * norm, rel=1e-6)
+    for number, parameter in enumerate(model.parameters()):
+        expected = adamw_by_formula(before[number], [g[number] for g in gradients], settings, scale, norms)
+        assert parameter.detach().numpy() == pytest.approx(expected, abs=1e-6)
+    assert found.counts["_fused_adamw_"] == 2 * 4, "a call for each group"
+    assert found.counts["mul_"] + found.counts["mul"] <= 4, "the gradients are scaled and clipped at once"
+
+
+def test_a_checkpoint_of_an_optimizer_of_other_kernels_continues_with_ours(policy_dir, tmp_path):
+    plain, ours = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
+    for group in plain.updater.optimizer.param_groups:
+        group["fused"] = None
+    train(plain, [batch_of(0)])
+    save_state(staged(plain.state.state_dict()), tmp_path, team=None)
+    load_state(ours.state, tmp_path, is_alone=True)
+    assert all(group["fused"] for group in ours.updater.optimizer.param_groups)
+    assert all(torch.equal(a, b) for a, b in zip(contents(plain), contents(ours), strict=True))
+    for actor in (plain, ours):
+        train(actor, [batch_of(1)])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(contents(plain), contents(ours), strict=True))
 
 
 SKIP_ON_ONE_RANK = """

@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from bench.operators import Operators
 from support.actors import ALONE, actor_of, on_ranks, recipe_of, train
 from support.algorithm_steps import ALGORITHMS, algorithm_recipe, batches_of
 from support.float64 import in_float64
@@ -213,3 +214,30 @@ both_ways(lambda words: recipe_of(policy, **(settings | words)), 2e-6, is_double
 )
 def test_ranks_have_the_step_of_rows_alone(policy_dir, tmp_path, size, shard_ranks, settings):
     on_ranks(tmp_path, size, shard_ranks, RANKS, policy_dir, repr(settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"algorithm.loss": "gspo", "algorithm.importance_sampling": "sequence_mask", "algorithm.proximal": "rollout"},
+        {"algorithm.loss_agg": "seq-mean-token-mean", "algorithm.kl_coef": 0.1, "algorithm.entropy_coef": 0.01},
+        {"algorithm.advantage": "gae", "critic.lr": 0.3},
+    ],
+    ids=["default", "gspo", "sequence means", "gae"],
+)
+def test_nothing_in_a_micro_batch_waits_for_the_device(policy_dir, monkeypatch, settings):
+    recipe = recipe_of(policy_dir, **{"batch.prompts_per_step": 5} | settings)
+    counts: list[Operators] = []
+    backward = Actor._backward
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        with Operators() as found:
+            logprobs = backward(*arguments, **options)
+        counts.append(found)
+        return logprobs
+
+    monkeypatch.setattr(Actor, "_backward", counted)
+    train(actor_of(recipe), groups_with_prompts(recipe))
+    assert len(counts) == 2 and all(each.num_operators > 100 for each in counts)
+    assert [each.num_reads for each in counts] == [0, 0], counts

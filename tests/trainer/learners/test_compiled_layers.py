@@ -1,0 +1,43 @@
+"""Compiled layers compute what the modules compute, for micro-batches of any number of tokens."""
+
+import pytest
+from support import forks
+from support.actors import TESTS
+from support.policies import tiny_policy
+
+# In a process of its own, for the compiler leaves threads.
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from dataclasses import replace
+import warnings
+from support.actors import *
+from torch._dynamo.utils import counters
+from headrace.launch.processes.role_process import end_process
+warnings.simplefilter("ignore")
+
+def with_one_prompt(batch):
+    for columns in batch.columns.values():
+        columns["prompt_ids"] = np.arange(20, 40).astype(np.int32)
+    return replace(batch, micro_batches=[batch.rows], has_trees=True)
+
+def gradient(is_compiled):
+    actor = actor_of(recipe_of(sys.argv[2], batch__prompts_per_step=5, trainer__compile=is_compiled))
+    for batch in (batch_of(0, num_groups=4, total=5), with_one_prompt(batch_of(0, first=4, total=5))):
+        actor.accumulate(batch, StepMetrics())
+    return torch.cat([each.flatten() for each in actor.updater.take() if each is not None])
+
+expected = gradient(False)
+counters.clear()
+found = gradient(True)
+assert (found - expected).norm() < 1e-5 * expected.norm()
+assert 0 < counters["stats"]["unique_graphs"] <= 8, "not one for each of 3 layers, 8 micro-batches of rows and a trie"
+end_process(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_of_compiled_layers_is_that_of_the_modules(tmp_path):
+    process = forks.start(SCRIPT, [TESTS, tiny_policy(tmp_path, "llama", num_hidden_layers=3)])
+    process.join(600)
+    assert process.exitcode == 0
