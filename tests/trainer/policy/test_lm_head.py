@@ -33,7 +33,7 @@ def combined(values, tilt, of):
 def test_values_and_gradients_are_those_of_the_formula_in_float64(
     monkeypatch, temperature, divisor, softcap, of, dtype, bound
 ):
-    monkeypatch.setattr(lm_head, "_MIN_ROWS", 32)
+    monkeypatch.setattr(lm_head, "_PART_ROWS", 40)
     monkeypatch.setitem(lm_head._CHUNK_BYTES, "cpu", 1)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(shape, requires_grad=True) for shape in ((70, 12), (41, 12)))
