@@ -199,7 +199,9 @@ class Policy(nn.Module):
         if self.exact is not None:
             dtype = self.exact.dtype
             exact = self.exact.operators
-        return LogitsHead(head.weight, dtype or self.dtype, exact, self.logit_divisor, self.logit_softcap)
+        dtype = dtype or self.dtype
+        of_products = dtype if dtype.itemsize == 2 else torch.float32
+        return LogitsHead(head.weight, of_products, exact, self.logit_divisor, self.logit_softcap)
 
 
 def load_policy(

@@ -106,7 +106,7 @@ class TreeAttention:
             is_real = np.ones(tokens.shape, bool)
             is_real[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
             inverse[tokens[is_real]] = num_padded + is_real.ravel().nonzero()[0]
-            found.append(_OwnClass(torch.from_numpy(tokens.ravel()), torch.from_numpy(is_real.ravel()), tokens.shape))
+            found.append(_OwnClass(torch.from_numpy(tokens), torch.from_numpy(is_real)))
             num_padded += tokens.size
         return found, torch.from_numpy(inverse)
 
@@ -128,15 +128,16 @@ class _RowClass(NamedTuple):
 
 
 class _OwnClass(NamedTuple):
-    """Branches of about equal length: the indices of their tokens [members * longest], which of them are not padding, and the shape."""
+    """Branches of about equal length: the indices of their tokens [members, longest], and which of them are not padding."""
 
     tokens: Tensor
     is_real: Tensor
-    shape: tuple[int, int]
 
     def batch(self, x: Tensor) -> Tensor:
-        """[members, heads, longest, d] of x [N, heads, d]."""
-        return x.index_select(0, self.tokens).unflatten(0, self.shape).transpose(1, 2)
+        """[members, heads, longest, ...] of x [N, heads, ...], one copy."""
+        heads = torch.arange(x.shape[1])
+        rows = self.tokens[:, None, :] * x.shape[1] + heads[:, None]
+        return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -172,16 +173,22 @@ class _MergedAttention(torch.autograd.Function):
         plan: TreeAttention = ctx.plan
         classes, inverse = plan.own
         own: list[tuple[Tensor, Tensor, Tensor]] = []
+        # Of the softmax: what each query's score gradients have in common.
+        common = (_wide(grads[0]) * out).sum(-1)
         for part in classes:
+            grad, q, k, v, o, *sums = (part.batch(x) for x in (grads[0], query, key, value, out, lse, common))
             # Padded queries have no gradient, and only they see padded keys.
-            grad = part.batch(grads[0]) * part.is_real.view(part.shape)[:, None, :, None]
-            q, k, v, o, part_lse = (part.batch(x) for x in (query, key, value, out, lse[..., None]))
-            own.append(_attend_backward(grad, q, k, v, o, part_lse[..., 0], ctx.scale, is_causal=True))
+            is_padded = ~part.is_real[:, None]
+            grad.masked_fill_(is_padded[..., None], 0.0)
+            sums[1].masked_fill_(is_padded, 0.0)
+            own.append(_attend_backward(grad, q, k, v, o, *sums, ctx.scale, is_causal=True))
         of_query, of_key, of_value = (_unbatched(found, inverse) for found in zip(*own, strict=True))
         for stem in plan.stems:
-            grad, q, o, stem_lse = (_heads(x, stem.queries) for x in (grads[0], query, out, lse[..., None]))
+            grad, q, o, stem_lse, stem_common = (
+                _heads(x, stem.queries) for x in (grads[0], query, out, lse, common)
+            )
             k, v = (_heads(x, stem.keys) for x in (key, value))
-            found = _attend_backward(grad, q, k, v, o, stem_lse[..., 0], ctx.scale)
+            found = _attend_backward(grad, q, k, v, o, stem_lse, stem_common, ctx.scale)
             of_query[stem.queries] += found[0][0].transpose(0, 1)
             of_key[stem.keys] += found[1][0].transpose(0, 1)
             of_value[stem.keys] += found[2][0].transpose(0, 1)
@@ -204,7 +211,7 @@ def _attend(
         total = weights.sum(-1, keepdim=True)
         outs.append(_wide(torch.matmul(weights.to(value.dtype), value)).div_(total))
         sums.append(largest.add_(total.log2_()).div_(_LOG2_E))
-    return _unfolded(torch.cat(outs, 2), query), _unfolded(torch.cat(sums, 2), query)[..., 0]
+    return _unfolded(_joined(outs), query), _unfolded(_joined(sums), query)[..., 0]
 
 
 def _attend_backward(
@@ -214,26 +221,29 @@ def _attend_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    common: Tensor,
     scale: float,
     *,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in fp32 at least, for the output and the log-sum-exp [B, heads, q] over all parts."""
+    """Gradients of query, key and value, in fp32 at least.
+
+    For the output and the log-sum-exp over all parts; `common`, the product of the output with its gradient. Both [B, heads, q].
+    """
     if not _takes_products(query, key, is_causal):
         found = _flash_backward(grad, query, key, value, out, lse, 0.0, is_causal, scale=scale)
         return tuple(_wide(x) for x in found)  # pyright: ignore[reportReturnType]
-    of_out = (_wide(grad) * out).sum(-1, keepdim=True)
-    grad, folded, lse, of_out = (_folded(x, key) for x in (grad, query, lse[..., None] * _LOG2_E, of_out))
+    grad, folded, lse, common = (_folded(x, key) for x in (grad, query, lse[..., None] * _LOG2_E, common[..., None]))
     of_query = []
     of_key, of_value = (torch.zeros(x.shape, dtype=lse.dtype) for x in (key, value))
     for rows in _chunks(folded, key, is_causal):
         weights = _scores(folded[:, :, rows], key, scale, is_causal).sub_(lse[:, :, rows]).exp2_()
         of_value += torch.matmul(weights.to(grad.dtype).transpose(2, 3), grad[:, :, rows])
-        of_scores = _wide(torch.matmul(grad[:, :, rows], value.transpose(2, 3))).sub_(of_out[:, :, rows])
+        of_scores = _wide(torch.matmul(grad[:, :, rows], value.transpose(2, 3))).sub_(common[:, :, rows])
         narrow = of_scores.mul_(weights).mul_(scale).to(query.dtype)
         of_query.append(_wide(torch.matmul(narrow, key)))
         of_key += torch.matmul(narrow.transpose(2, 3), folded[:, :, rows])
-    return _unfolded(torch.cat(of_query, 2), query), of_key, of_value
+    return _unfolded(_joined(of_query), query), of_key, of_value
 
 
 def _takes_products(query: Tensor, key: Tensor, is_causal: bool) -> bool:
@@ -269,6 +279,11 @@ def _unfolded(x: Tensor, query: Tensor) -> Tensor:
     return x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Rows [B, kv_heads, rows, n] of all chunks."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize == 2 else x
 
@@ -279,7 +294,7 @@ def _unbatched(classes: Sequence[Tensor], inverse: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, tokens: slice) -> Tensor:
-    """[1, heads, tokens, d] of [N, heads, d]."""
+    """[1, heads, tokens, ...] of [N, heads, ...]."""
     return x[tokens].transpose(0, 1)[None]
 
 
