@@ -64,7 +64,7 @@ CATALOGUE = (
     *(Workload(f"shared-{prompt}-{response}-{dtype}", "shared-tokens", "shared_tokens.measure",
                "a step with shared tokens once over rows alone, groups of 8 (--policy): time, peak memory",
                (f"shared-{prompt}-{response}-{dtype}", f"shared-{prompt}-{response}-{dtype}-memory"))
-      for prompt in (46, 256, 1024) for response in (24, 128, 512) for dtype in ("fp32", "bf16")),
+      for prompt in (0, 46, 256, 1024) for response in (24, 128, 512) for dtype in ("fp32", "bf16")),
     Workload("end-to-end", "trainer", "end_to_end.beside_trl", "a run on two cores over one of TRL's GRPOTrainer (--trl-python)"),
     Workload("slow-environments", "environments", "end_to_end.slow_environments",
              "share of its time that a rollout decodes while 256 environments take 1 s for each answer"),

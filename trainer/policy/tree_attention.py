@@ -176,19 +176,17 @@ class _MergedAttention(torch.autograd.Function):
         # Of the softmax: what each query's score gradients have in common.
         common = (_wide(grads[0]) * out).sum(-1)
         for part in classes:
-            grad, q, k, v, o, *sums = (part.batch(x) for x in (grads[0], query, key, value, out, lse, common))
+            grad, q, k, v, o, sums, products = (part.batch(x) for x in (grads[0], query, key, value, out, lse, common))
             # Padded queries have no gradient, and only they see padded keys.
             is_padded = ~part.is_real[:, None]
             grad.masked_fill_(is_padded[..., None], 0.0)
-            sums[1].masked_fill_(is_padded, 0.0)
-            own.append(_attend_backward(grad, q, k, v, o, *sums, ctx.scale, is_causal=True))
+            products.masked_fill_(is_padded, 0.0)
+            own.append(_attend_backward(grad, q, k, v, o, sums, products, ctx.scale, is_causal=True))
         of_query, of_key, of_value = (_unbatched(found, inverse) for found in zip(*own, strict=True))
         for stem in plan.stems:
-            grad, q, o, stem_lse, stem_common = (
-                _heads(x, stem.queries) for x in (grads[0], query, out, lse, common)
-            )
+            grad, q, o, sums, products = (_heads(x, stem.queries) for x in (grads[0], query, out, lse, common))
             k, v = (_heads(x, stem.keys) for x in (key, value))
-            found = _attend_backward(grad, q, k, v, o, stem_lse, stem_common, ctx.scale)
+            found = _attend_backward(grad, q, k, v, o, sums, products, ctx.scale)
             of_query[stem.queries] += found[0][0].transpose(0, 1)
             of_key[stem.keys] += found[1][0].transpose(0, 1)
             of_value[stem.keys] += found[2][0].transpose(0, 1)
