@@ -96,8 +96,8 @@ class _Softmax:
     """The sums over the vocabulary of rows [T], from logits part by part (Milakov and Gimelshein, arXiv 1805.02867)."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.peak = torch.full((num_rows,), _LEAST, device=device)
-        self.total, self.weighted = (torch.zeros(num_rows, device=device) for _ in range(2))
+        self.peak = torch.full((num_rows,), _LEAST, dtype=torch.float32, device=device)
+        self.total, self.weighted = (torch.zeros_like(self.peak) for _ in range(2))
         """Of exp(logit - peak), and of the same times logit - peak."""
 
     def add(self, rows: slice, logits: Tensor) -> None:
