@@ -64,7 +64,7 @@ CATALOGUE = (
     *(Workload(f"shared-{prompt}-{response}-{dtype}", "shared-tokens", "shared_tokens.measure",
                "a step with shared tokens once over rows alone, groups of 8 (--policy): time, peak memory",
                (f"shared-{prompt}-{response}-{dtype}", f"shared-{prompt}-{response}-{dtype}-memory"))
-      for prompt in (46, 256, 1024) for response in (24, 128, 512) for dtype in ("fp32", "bf16")),
+      for prompt in (0, 46, 256, 1024) for response in (24, 128, 512) for dtype in ("fp32", "bf16")),
     Workload("operators", "trainer", "operators.measure",
              "what a micro-batch in bfloat16 asks of the host: operators and type copies of a layer, reads of the device",
              tuple(f"{family}-{what}" for family in ("llama", "qwen2", "qwen3", "qwen3-sharded")

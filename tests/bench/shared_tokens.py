@@ -4,7 +4,8 @@
 
 SmolLM2-135M or `--policy`, random tokens, groups of eight responses of one length, so many groups that the rows alone fill a
 micro-batch at least. On one thread; a step of either way takes turns with one of the other; medians of CPU time count, from the rows to the
-gradient and its update, and the largest memory above that before the steps. The ratio to aim at is that of the tokens.
+gradient and its update, and the largest memory above that before the steps. The ratio to aim at is that of the tokens. With a PROMPT of 0
+each row has one token of its own as prompt, and nothing is shared.
 """
 
 import json
@@ -63,6 +64,8 @@ def _step(process: BenchProcess) -> str:
 def batch_of(prompt: int, response: int, longest_in_tree: int, micro_tokens: int = _MICRO_TOKENS) -> Batch:
     """Groups as the experience queue gives them, whose rows alone fill a micro-batch at least."""
     rng = np.random.default_rng(0)
+    is_shared = prompt > 0
+    prompt = max(prompt, 1)
     num_groups = max(1, -(-micro_tokens // (NUM_SAMPLES * (prompt + response))))
     groups: list[GroupRef] = []
     columns: dict[str, dict[str, np.ndarray]] = {}
@@ -77,7 +80,7 @@ def batch_of(prompt: int, response: int, longest_in_tree: int, micro_tokens: int
         shared = rng.integers(10, 4000, prompt).astype(np.int32)
         for row in groups[-1].rows():
             columns[row.key] = {
-                "prompt_ids": shared,
+                "prompt_ids": shared if is_shared else rng.integers(10, 4000, prompt).astype(np.int32),
                 "response_ids": rng.integers(10, 4000, response).astype(np.int32),
                 "rollout_logprobs": np.full(response, -8, np.float32),
                 "loss_mask": np.ones(response, np.uint8),

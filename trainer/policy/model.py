@@ -205,7 +205,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, fp32 [T] each, of targets [T] given hidden states [T, hidden]. Differentiable.
 
-        On a GPU the products of the LM head are of numbers of this type, by default the weights'.
+        The products of the LM head are of numbers of this type, by default the weights'.
         """
         return self._logits_head(dtype).token_logprobs(hidden, targets, temperature)
 
@@ -216,9 +216,9 @@ class Policy(nn.Module):
         if self.exact is not None:
             dtype = self.exact.dtype
             exact = self.exact.operators
-        elif not head.weight.is_cuda:
-            dtype = torch.float32
-        return LogitsHead(head.weight, dtype or self.dtype, exact, self.logit_divisor, self.logit_softcap)
+        dtype = dtype or self.dtype
+        of_products = dtype if dtype.itemsize == 2 else torch.float32
+        return LogitsHead(head.weight, of_products, exact, self.logit_divisor, self.logit_softcap)
 
 
 def load_policy(

@@ -5,6 +5,7 @@ continue and their own branch, merged by the log-sum-exps of the parts, in place
 branch's queries over the gathered keys of its whole row, by the kernels of packed rows.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 _FEW_KEYS = 128
 """On a CPU so many keys, or fewer, take plain products: PyTorch's fused kernel needs up to five times as long for them."""
+_LOG2_E = 1 / math.log(2)
 _SCORES = 1 << 17
 """Scores that plain products make at a time, for each key head: they stay in the cache."""
 
@@ -105,7 +107,7 @@ class TreeAttention:
             is_real = np.ones(tokens.shape, bool)
             is_real[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
             inverse[tokens[is_real]] = num_padded + is_real.ravel().nonzero()[0]
-            found.append(_OwnClass(torch.from_numpy(tokens.ravel()), torch.from_numpy(is_real.ravel()), tokens.shape))
+            found.append(_OwnClass(torch.from_numpy(tokens), torch.from_numpy(is_real)))
             num_padded += tokens.size
         return found, torch.from_numpy(inverse)
 
@@ -127,15 +129,16 @@ class _RowClass(NamedTuple):
 
 
 class _OwnClass(NamedTuple):
-    """Branches of about equal length: the indices of their tokens [members * longest], which of them are not padding, and the shape."""
+    """Branches of about equal length: the indices of their tokens [members, longest], and which of them are not padding."""
 
     tokens: Tensor
     is_real: Tensor
-    shape: tuple[int, int]
 
     def batch(self, x: Tensor) -> Tensor:
-        """[members, heads, longest, d] of x [N, heads, d]."""
-        return x.index_select(0, self.tokens).unflatten(0, self.shape).transpose(1, 2)
+        """[members, heads, longest, ...] of x [N, heads, ...], one copy."""
+        heads = torch.arange(x.shape[1])
+        rows = self.tokens[:, None, :] * x.shape[1] + heads[:, None]
+        return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -171,16 +174,20 @@ class _MergedAttention(torch.autograd.Function):
         plan: TreeAttention = ctx.plan
         classes, inverse = plan.own
         own: list[tuple[Tensor, Tensor, Tensor]] = []
+        # Of the softmax: what each query's score gradients have in common.
+        common = (_wide(grads[0]) * out).sum(-1)
         for part in classes:
+            grad, q, k, v, o, sums, products = (part.batch(x) for x in (grads[0], query, key, value, out, lse, common))
             # Padded queries have no gradient, and only they see padded keys.
-            grad = part.batch(grads[0]) * part.is_real.view(part.shape)[:, None, :, None]
-            q, k, v, o, part_lse = (part.batch(x) for x in (query, key, value, out, lse[..., None]))
-            own.append(_attend_backward(grad, q, k, v, o, part_lse[..., 0], ctx.scale, is_causal=True))
+            is_padded = ~part.is_real[:, None]
+            grad.masked_fill_(is_padded[..., None], 0.0)
+            products.masked_fill_(is_padded, 0.0)
+            own.append(_attend_backward(grad, q, k, v, o, sums, products, ctx.scale, is_causal=True))
         of_query, of_key, of_value = (_unbatched(found, inverse) for found in zip(*own, strict=True))
         for stem in plan.stems:
-            grad, q, o, stem_lse = (_heads(x, stem.queries) for x in (grads[0], query, out, lse[..., None]))
+            grad, q, o, sums, products = (_heads(x, stem.queries) for x in (grads[0], query, out, lse, common))
             k, v = (_heads(x, stem.keys) for x in (key, value))
-            found = _attend_backward(grad, q, k, v, o, stem_lse[..., 0], ctx.scale)
+            found = _attend_backward(grad, q, k, v, o, sums, products, ctx.scale)
             of_query[stem.queries] += found[0][0].transpose(0, 1)
             of_key[stem.keys] += found[1][0].transpose(0, 1)
             of_value[stem.keys] += found[2][0].transpose(0, 1)
@@ -199,11 +206,11 @@ def _attend(
     for rows in _chunks(folded, key, is_causal):
         scores = _scores(folded[:, :, rows], key, scale, is_causal)
         largest = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(largest).exp_()
+        weights = scores.sub_(largest).exp2_()
         total = weights.sum(-1, keepdim=True)
         outs.append(_wide(torch.matmul(weights.to(value.dtype), value)).div_(total))
-        sums.append(largest.add_(total.log_()))
-    return _unfolded(torch.cat(outs, 2), query), _unfolded(torch.cat(sums, 2), query)[..., 0]
+        sums.append(largest.add_(total.log2_()).div_(_LOG2_E))
+    return _unfolded(_joined(outs), query), _unfolded(_joined(sums), query)[..., 0]
 
 
 def _attend_backward(
@@ -213,26 +220,29 @@ def _attend_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    common: Tensor,
     scale: float,
     *,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in fp32 at least, for the output and the log-sum-exp [B, heads, q] over all parts."""
+    """Gradients of query, key and value, in fp32 at least.
+
+    For the output and the log-sum-exp over all parts; `common`, the product of the output with its gradient. Both [B, heads, q].
+    """
     if not _takes_products(query, key, is_causal):
         found = _flash_backward(grad, query, key, value, out, lse, 0.0, is_causal, scale=scale)
         return tuple(_wide(x) for x in found)  # pyright: ignore[reportReturnType]
-    of_out = (_wide(grad) * out).sum(-1, keepdim=True)
-    grad, folded, lse, of_out = (_folded(x, key) for x in (grad, query, lse[..., None], of_out))
+    grad, folded, lse, common = (_folded(x, key) for x in (grad, query, lse[..., None] * _LOG2_E, common[..., None]))
     of_query = []
     of_key, of_value = (torch.zeros(x.shape, dtype=lse.dtype) for x in (key, value))
     for rows in _chunks(folded, key, is_causal):
-        weights = _scores(folded[:, :, rows], key, scale, is_causal).sub_(lse[:, :, rows]).exp_()
+        weights = _scores(folded[:, :, rows], key, scale, is_causal).sub_(lse[:, :, rows]).exp2_()
         of_value += torch.matmul(weights.to(grad.dtype).transpose(2, 3), grad[:, :, rows])
-        of_scores = _wide(torch.matmul(grad[:, :, rows], value.transpose(2, 3))).sub_(of_out[:, :, rows])
+        of_scores = _wide(torch.matmul(grad[:, :, rows], value.transpose(2, 3))).sub_(common[:, :, rows])
         narrow = of_scores.mul_(weights).mul_(scale).to(query.dtype)
         of_query.append(_wide(torch.matmul(narrow, key)))
         of_key += torch.matmul(narrow.transpose(2, 3), folded[:, :, rows])
-    return _unfolded(torch.cat(of_query, 2), query), of_key, of_value
+    return _unfolded(_joined(of_query), query), of_key, of_value
 
 
 def _takes_products(query: Tensor, key: Tensor, is_causal: bool) -> bool:
@@ -241,12 +251,15 @@ def _takes_products(query: Tensor, key: Tensor, is_causal: bool) -> bool:
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Tensor:
-    """Scores, in fp32 at least; query [B, kv_heads, rows, d], key [B, kv_heads, s, d]. Causal ones have all rows of a key head."""
-    scores = _wide(torch.matmul(query, key.transpose(2, 3))).mul_(scale)
+    """Scores for powers of 2, in fp32 at least; query [B, kv_heads, rows, d], key [B, kv_heads, s, d]. Causal ones have all rows of a key head.
+
+    A CPU computes powers of 2 faster than those of e: for hidden keys, whose powers are 0, 20 times.
+    """
+    scores = _wide(torch.matmul(query, key.transpose(2, 3))).mul_(scale * _LOG2_E)
     if is_causal:
         length = key.shape[2]
-        hidden = band(length, length, None, key.device).logical_not_().repeat(query.shape[2] // length, 1)
-        scores.masked_fill_(hidden, float("-inf"))
+        bias = scores.new_zeros(length, length).masked_fill_(~band(length, length, None, key.device), float("-inf"))
+        scores.add_(bias.repeat(query.shape[2] // length, 1))
     return scores
 
 
@@ -265,6 +278,11 @@ def _unfolded(x: Tensor, query: Tensor) -> Tensor:
     return x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Rows [B, kv_heads, rows, n] of all chunks."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize == 2 else x
 
@@ -275,7 +293,7 @@ def _unbatched(classes: Sequence[Tensor], inverse: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, tokens: slice) -> Tensor:
-    """[1, heads, tokens, d] of [N, heads, d]."""
+    """[1, heads, tokens, ...] of [N, heads, ...]."""
     return x[tokens].transpose(0, 1)[None]
 
 

@@ -5,10 +5,13 @@ import sys
 
 import pytest
 import torch
+from support.policies import tiny_policy
 
 from headrace.trainer.policy import lm_head
+from headrace.trainer.policy.decoder import Head
 from headrace.trainer.policy.exact.blocks import BlockOperators
 from headrace.trainer.policy.lm_head import LogitsHead
+from headrace.trainer.policy.model import load_policy
 
 
 def formula(hidden, weight, targets, temperature, divisor, softcap):
@@ -33,7 +36,7 @@ def combined(values, tilt, of):
 def test_values_and_gradients_are_those_of_the_formula_in_float64(
     monkeypatch, temperature, divisor, softcap, of, dtype, bound
 ):
-    monkeypatch.setattr(lm_head, "_MIN_ROWS", 32)
+    monkeypatch.setattr(lm_head, "_PART_ROWS", 40)
     monkeypatch.setitem(lm_head._CHUNK_BYTES, "cpu", 1)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(shape, requires_grad=True) for shape in ((70, 12), (41, 12)))
@@ -57,6 +60,33 @@ def test_logits_and_log_probs_are_made_of_the_same_bits():
     lean = LogitsHead(torch.randn(41, 12), torch.float32, exact=BlockOperators())
     expected = torch.log_softmax(lean.logits(hidden) * (1 / 0.7), -1).gather(1, targets[:, None])[:, 0]
     assert torch.equal(lean.token_logprobs(hidden, targets, 0.7)[0], expected)
+
+
+@pytest.mark.parametrize("is_rising", [False, True])
+def test_the_largest_logit_may_be_in_any_part_of_the_vocabulary(monkeypatch, is_rising):
+    """Logits of hundreds: without the shift by the largest one their exponentials are infinite, with that of another part 0."""
+    monkeypatch.setitem(lm_head._CHUNK_BYTES, "cpu", 1)
+    torch.manual_seed(0)
+    slope = torch.linspace(-300, 300, 200)[:, None] * (1 if is_rising else -1)
+    hidden, weight = torch.ones(3, 1), slope + torch.randn(200, 1)
+    targets = torch.tensor([0, 100, 199])
+    found = LogitsHead(weight, torch.float32).token_logprobs(hidden, targets, 1.0)
+    expected = formula(hidden.double(), weight.double(), targets, 1.0, 1.0, None)
+    for value, wanted in zip(found, expected, strict=True):
+        assert (value - wanted).abs().max() < 1e-4
+
+
+def test_a_head_in_bfloat16_has_the_log_probs_of_the_generators_head(tmp_path):
+    """Both round hidden states and weights, and sum in fp32: all that differs is the order of the sums."""
+    path = tiny_policy(tmp_path, "llama")
+    trained, policy = load_policy(path), load_policy(path, "bfloat16")
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(70, policy.config.hidden_size), torch.randint(policy.vocab_size, (70,))
+    logits = Head(policy)(hidden.bfloat16(), torch.empty(70, policy.vocab_size))
+    expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    found = trained.token_logprobs(hidden, targets, dtype=torch.bfloat16)[0]
+    assert (found - expected).abs().max() < 1e-5
+    assert (trained.token_logprobs(hidden, targets)[0] - expected).abs().max() > 1e-4, "of unrounded numbers"
 
 
 def test_a_frozen_head_gets_no_gradient():
