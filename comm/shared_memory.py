@@ -1,7 +1,7 @@
-"""Shared memory for versions of the weights: a header page and equal slots in a memfd.
+"""Shared memory for versions of the weights and copies of the training state: a header page and equal slots in a memfd.
 
-A relay's belongs to its supervisor, which passes it to its child in `HEADRACE_SEGMENT_FD`: so it survives the relay's process and
-ends with the supervisor. Other processes on the host open the owner's descriptor (`comm/memfd.py`).
+That of a relay or of an actor rank belongs to its supervisor, which passes it to its child in `HEADRACE_SEGMENT_FD`: so it survives the
+child's process and ends with the supervisor. Other processes on the host open the owner's descriptor (`comm/memfd.py`).
 
 Readers lock slots with shared byte-range locks and the writer with an exclusive one; the kernel frees the locks of a dead
 process. A lock only keeps a slot from being chosen for the next version. The slot's generation, which the reader checks again

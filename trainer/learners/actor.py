@@ -22,6 +22,7 @@ from ..logprobs import longest_in_tree, packed_logprobs, response_logprobs
 from ..policy.adapter_files import AdapterBase, check_adapter
 from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
+from ..state_copies import StateCopies
 from ..step_metrics import StepMetrics
 from .advantages import add_advantages
 from .critic import Critic
@@ -53,6 +54,8 @@ class Actor:
         self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer, critic)
+        self.copies: StateCopies | None = None
+        """Copies of the state in the host's memory, for a trainer whose process is started again."""
         self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
         self.batches: list[TrajectoryBatch] = []
         self.updates: list[Update] = []
@@ -220,6 +223,8 @@ class Actor:
 
     def _update(self) -> None:
         """Update the weights by the mean gradient since the last update."""
+        if self.copies is not None:
+            self.copies.before_update()
         if not self.is_frozen:
             self._update_policy()
         self._loss = self._weight = 0.0
