@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.actors import actor_of, batch_of, recipe_of, train
+from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
 from support.closing import at_end
 from support.policies import tiny_policy
 
@@ -271,3 +271,34 @@ def write_copy(copies: StateCopies, step: int) -> None:
     """A copy of the present state, as if after this step."""
     layout = StateLayout(copies._state.state_dict())
     copies._copy(layout, step)
+
+
+TWO_RANKS = """
+from headrace.comm.shared_memory import Segment
+from headrace.trainer.state_copies import StateCopies
+segment = Segment.create_anonymous()
+undisturbed, dying, successor = (actor_of(recipe_of(args[0], **eval(args[1])), group) for _ in range(3))
+train(undisturbed, [batch_of(0, group=group)])
+train(dying, [batch_of(0, group=group)])
+dying.copies = StateCopies(segment, dying.state, group, num_here=2)
+dying.copies.after_step()
+train(dying, [batch_of(1, group=group)])
+copies = StateCopies(segment, successor.state, group)
+assert copies.newest(9) == 1
+copies.restore(1)
+for step in (1, 2):
+    norms = [train(each, [batch_of(step, group=group)])["actor/grad_norm"] for each in (undisturbed, successor)]
+    assert norms[0] == norms[1], norms
+for ours, theirs in zip(successor.policy.parameters(), undisturbed.policy.parameters(), strict=True):
+    assert torch.equal(ours.to_local(), theirs.to_local())
+"""
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"optimizer__name": "adamw8bit"}, marks=pytest.mark.slow)], ids=str
+)
+def test_each_rank_has_the_copy_of_its_own_shard(tmp_path: Path, settings: dict[str, object]):
+    if settings:
+        pytest.importorskip("torchao")
+    policy = tiny_policy(tmp_path, "llama", hidden_size=128, intermediate_size=256)
+    on_two_ranks(tmp_path, TWO_RANKS, policy, repr(settings))
