@@ -170,7 +170,7 @@ class Trainer:
         num = self.first_step - self.learner.version
         if num:
             self.fleet.announce(**{TRAINS_AGAIN: "yes"})  # rollouts wait for the first version meanwhile
-            with progress(self.learner.version, self.first_step, is_shown=self.group.is_lead) as step_done:
+            with progress(num, self.restored.source, is_shown=self.group.is_lead) as step_done:
                 while (step := self.learner.version) < self.first_step:
                     if self.group.all_reduce_max([float(self.group.is_lead and stops(self.mailbox))])[0]:
                         return False
