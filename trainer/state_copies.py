@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 NUM_COPIES = 2
 COST_SHARE = 0.01
-"""The largest share of the time that copies take: of a core, and of the training, which waits for them."""
+"""The largest share of the time that copies take: of the cores that a rank computes with, and of its training, which waits for them."""
 FREE_SHARE = 0.1
 """The share of the host's memory that has to stay free beside the copies."""
 FIGURES: tuple[str, ...] = ("checkpoint/memory_s", "checkpoint/memory_stall_s")
@@ -54,7 +54,8 @@ _REMEMBERED = 9
 class Pace:
     """The number of steps from one copy to the next, by the median costs of the last ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_cores: int) -> None:
+        self._num_cores = num_cores
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)
 
@@ -63,7 +64,7 @@ class Pace:
 
     def add_copy(self, cpu_s: float, stall_s: float) -> None:
         """A copy took so many seconds of a core, and kept the training from going on for so long."""
-        self._costs.append(max(cpu_s, stall_s))
+        self._costs.append(max(cpu_s / self._num_cores, stall_s))
 
     @property
     def steps(self) -> int:
@@ -133,7 +134,7 @@ class StateCopies:
 
     def __init__(self, segment: Segment, state: TrainingState, group: "ActorGroup", num_here: int = 1) -> None:
         """`num_here`: the actor ranks of this host, which all take such memory."""
-        self.pace = Pace()
+        self.pace = Pace(torch.get_num_threads())
         self._slots = VersionSlots(segment, NUM_COPIES)
         self._state = state
         self._group = group

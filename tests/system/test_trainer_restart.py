@@ -100,7 +100,7 @@ def has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of_supervisor(fleet: Fleet, state: TrainingState, group: ActorGroup) -> StateCopies:
         copies = StateCopies(Segment.open(segment.path), state, group)
-        copies.pace = EachStep()
+        copies.pace = EachStep(1)
         return copies
 
     monkeypatch.setattr(StateCopies, "of_supervisor", of_supervisor)
