@@ -38,10 +38,10 @@ from .alarms.cut_responses import CutResponses
 from .algorithms.objective import has_gradient
 from .checkpoint import CheckpointWriter
 from .learners.base import Learner, open_learner
+from .learners.state_copies import StateCopies
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .progress import behind_line, progress
 from .recovery import has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
-from .state_copies import StateCopies
 from .step_log import StepLog
 from .step_metrics import StepMetrics
 

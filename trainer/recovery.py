@@ -20,7 +20,7 @@ from .step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from .learners.base import Learner
-    from .state_copies import StateCopies
+    from .learners.state_copies import StateCopies
 
 
 def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> RestartPoint:

@@ -22,12 +22,12 @@ from ..logprobs import longest_in_tree, packed_logprobs, response_logprobs
 from ..policy.adapter_files import AdapterBase, check_adapter
 from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
-from ..state_copies import StateCopies
 from ..step_metrics import StepMetrics
 from .advantages import add_advantages
 from .critic import Critic
 from .optimizer import Update, Updater, learning_rate
 from .start_weights import StartWeights
+from .state_copies import StateCopies
 
 
 class Actor:

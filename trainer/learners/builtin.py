@@ -24,9 +24,9 @@ from ..policy.adapter_files import merged_weight
 from ..policy.lora import adapter_weights, without_adapter
 from ..policy.model import Policy, default_device, load_policy, load_tokenizer
 from ..policy.tensor_parallel import splits_for
-from ..state_copies import StateCopies
 from ..step_metrics import StepMetrics
 from .actor import Actor
+from .state_copies import StateCopies
 
 
 class ActorLearner(Actor):

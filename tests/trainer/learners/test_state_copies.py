@@ -11,11 +11,11 @@ from support.closing import at_end
 from support.policies import tiny_policy
 
 from headrace.comm.shared_memory import Segment
-from headrace.trainer import state_copies
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import TrainingState
+from headrace.trainer.learners import state_copies
 from headrace.trainer.learners.actor import Actor
-from headrace.trainer.state_copies import COST_SHARE, Pace, StateCopies, StateLayout
+from headrace.trainer.learners.state_copies import COST_SHARE, Pace, StateCopies, StateLayout
 
 CRITIC = {"algorithm__advantage": "gae", "critic__warmup_steps": 3}
 SETTINGS = [{}, {"lora__rank": 2}, CRITIC, {"batch__updates_per_version": 2, "batch__prompts_per_step": 4}]
@@ -64,7 +64,7 @@ def steps(actor: Actor, count: int) -> list[dict[str, float]]:
 
 def wait(actor: Actor) -> None:
     assert actor.copies is not None
-    actor.copies.wait()
+    actor.copies.finish()
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -275,7 +275,7 @@ def write_copy(copies: StateCopies, step: int) -> None:
 
 TWO_RANKS = """
 from headrace.comm.shared_memory import Segment
-from headrace.trainer.state_copies import StateCopies
+from headrace.trainer.learners.state_copies import StateCopies
 segment = Segment.create_anonymous()
 undisturbed, dying, successor = (actor_of(recipe_of(args[0], **eval(args[1])), group) for _ in range(3))
 train(undisturbed, [batch_of(0, group=group)])

@@ -23,20 +23,21 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..comm import threads
-from ..comm.disk import say
-from ..comm.environment import SEGMENT_FD
-from ..comm.errors import HeadraceError
-from ..comm.fleet import Fleet
-from ..comm.host_memory import free_bytes, memory_bytes
-from ..comm.shared_memory import Segment
-from ..comm.trace import failpoint
-from ..relay.weights.byte_ranges import join_digests
-from ..relay.weights.slots import StoredVersion, VersionSlots
-from .checkpoint import TrainingState, mapped
+from ...comm import threads
+from ...comm.disk import say
+from ...comm.environment import SEGMENT_FD
+from ...comm.errors import HeadraceError
+from ...comm.fleet import Fleet
+from ...comm.host_memory import free_bytes, memory_bytes
+from ...comm.shared_memory import Segment
+from ...comm.trace import failpoint
+from ...comm.waits import waiting
+from ...relay.weights.byte_ranges import join_digests
+from ...relay.weights.slots import StoredVersion, VersionSlots
+from ..checkpoint import TrainingState, mapped
 
 if TYPE_CHECKING:
-    from .actor_group import ActorGroup
+    from ..actor_group import ActorGroup
 
 NUM_COPIES = 2
 COST_SHARE = 0.01
@@ -47,6 +48,8 @@ FIGURES: tuple[str, ...] = ("checkpoint/memory_s", "checkpoint/memory_stall_s")
 _PIECE_BYTES = 2 << 20
 """A piece is copied, then its digest is made while it is in the cache. The C library streams pieces of 1 MiB and more."""
 _ALIGNMENT = 64
+_DEADLINE_S = 300.0
+"""Of a copy, which takes seconds."""
 _REMEMBERED = 9
 """Copies and steps of which the medians are taken."""
 
@@ -186,15 +189,19 @@ class StateCopies:
 
     def before_update(self) -> None:
         """Wait for the copy in progress, since the state is about to change."""
-        self.wait()
+        self.finish()
         self._made = None
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait for the copy in progress."""
         if self._thread is None:
             return
         started = time.monotonic()
-        self._thread.join()
+        if self._thread.is_alive():
+            with waiting("memory", "the copy of the training state", _DEADLINE_S) as wait:
+                self._thread.join(wait.remaining_s)
+                if self._thread.is_alive():
+                    wait.check()
         self._thread = None
         stall_s = self._begin_s + time.monotonic() - started
         self.pace.add_copy(self._begin_s + self._cpu_s, stall_s)
@@ -203,7 +210,7 @@ class StateCopies:
 
     def close(self) -> None:
         """Wait for the copy in progress, and close this process's opening of the memory."""
-        self.wait()
+        self.finish()
         self._slots.segment.close()
 
     def figures(self) -> dict[str, float]:
@@ -220,10 +227,10 @@ class StateCopies:
         self._held = None
         if self._is_off:
             return None
-        self.wait()
+        self.finish()
         if self._made is None:
             self._begin()
-            self.wait()
+            self.finish()
         if self._layout is None or self._made is None:
             return None
         self._held = self._made
@@ -236,7 +243,7 @@ class StateCopies:
 
     def _begin(self) -> None:
         """Begin a copy of the present state, if there is room."""
-        self.wait()
+        self.finish()
         started = time.monotonic()
         self._layout = layout = StateLayout(self._state.state_dict())
         if not self._has_room(layout.num_bytes):
