@@ -263,6 +263,7 @@ def test_a_killed_trainer_starts_again_alone_and_its_run_is_replayed_bit_for_bit
     code, output = run.end()
     assert code == 0, output + run.logs()
     assert f"{victim} was ended by SIGKILL and is started again" in output
+    assert "actor-0 continues after step" in output and ": from the copy in memory of step" in output
     assert output.count("is started again") == num_ranks, "all ranks of the trainer start again, and nothing else"
     assert assert_account_adds_up(run)["trained"] == 8 * 16
     assert (
