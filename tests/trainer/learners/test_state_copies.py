@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import TrainingState
 from headrace.trainer.learners import state_copies
 from headrace.trainer.learners.actor import Actor
+from headrace.trainer.learners.optimizer import Update
 from headrace.trainer.learners.state_copies import COST_SHARE, Pace, StateCopies, StateLayout
 
 CRITIC = {"algorithm__advantage": "gae", "critic__warmup_steps": 3}
@@ -95,13 +97,23 @@ def test_an_update_waits_for_the_copy_of_the_state_before_it(
     actor, successor = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
     may_copy = threading.Event()
     monkeypatch.setattr(state_copies, "failpoint", lambda *_, **__: may_copy.wait(60))
-    with_copies(actor, segment)
+    at_end(may_copy.set)
+    copies = with_copies(actor, segment)
     steps(actor, 1)
+    before_update, update = copies.before_update, actor.updater.update
+
+    def begin_to_wait() -> None:
+        may_copy.set()
+        before_update()
+
+    def update_after_the_copy(*args: Any, **more: Any) -> Update:
+        assert may_copy.is_set(), "the copy has not begun"
+        return update(*args, **more)
+
+    monkeypatch.setattr(copies, "before_update", begin_to_wait)
+    monkeypatch.setattr(actor.updater, "update", update_after_the_copy)
     before = [parameter.detach().clone() for parameter in actor.policy.parameters()]
-    timer = threading.Timer(0.05, may_copy.set)
-    timer.start()
     train(actor, [batch_of(1)])
-    timer.join()
     copies = with_copies(successor, segment)
     assert copies.newest(9) == 1
     copies.restore(1)
