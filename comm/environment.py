@@ -11,7 +11,7 @@ JOINING = "HEADRACE_JOINING"
 RUN_ID = "HEADRACE_RUN_ID"
 """Set for the processes of a supervisor: a text that is unique to this start of the run."""
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
-"""Descriptor of a relay's shared memory; its supervisor has it under the same number."""
+"""Descriptor of the shared memory of a relay or a rank of the trainer; its supervisor has it under the same number."""
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The GPUs of a job, and of a supervisor's child; empty hides every GPU."""

@@ -1,6 +1,6 @@
 """Checkpoints of the trainer: the state that they hold, and the thread that writes them while training goes on.
 
-The state is copied into the host's memory between two steps (`staged`); a thread writes the copy. `relay/checkpoints.py`
+The state is copied into the host's memory between two steps (`staged`, or `state_copies.py`); a thread writes the copy. `relay/checkpoints.py`
 says what makes a checkpoint whole.
 """
 
@@ -80,7 +80,11 @@ class TrainingState(Stateful):
 
 def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """State of a model without its frozen weights (below an adapter, tied ones under all names), and of its optimizer."""
+    is_new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer)
+    if is_new:  # DCP has made the moments by an update without gradients, which is no step of the training
+        for moments_of_one in optimizer.state.values():
+            moments_of_one["step"].zero_()
     named = model.state_dict(keep_vars=True)
     frozen = {name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
     return {name: tensor for name, tensor in weights.items() if name not in frozen}, moments
@@ -96,25 +100,34 @@ def _load_trained(
         group.update(own)
 
 
+def mapped(state: Any, change: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
+    """A state with each tensor, or part of a shard or of an 8-bit state, replaced by what `change` makes of its name and of it."""
+    if is_traceable_wrapper_subclass(state):  # `to` would not copy its parts on a CPU
+        names, context = state.__tensor_flatten__()
+        parts = {part: mapped(getattr(state, part), change, f"{name}.{part}") for part in names}
+        return type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
+    if isinstance(state, Tensor):
+        return change(name, state.detach())
+    if isinstance(state, dict):
+        return {key: mapped(value, change, f"{name}.{key}") for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(mapped(value, change, f"{name}.{index}") for index, value in enumerate(state))
+    return state
+
+
 def staged(state: Any, copies: dict[int, Tensor] | None = None) -> Any:
     """A state with all its tensors, or shards of tensors, copied into the host's memory.
 
-    copies: receives the copy of each whole tensor by the address of its bytes, for others who need a copy of the same.
+    copies: receives each copy by the address of the bytes that it has, for others who need a copy of the same.
     """
-    if is_traceable_wrapper_subclass(state):  # a shard, or an 8-bit state: `to` would not copy its parts on a CPU
-        names, context = state.__tensor_flatten__()
-        parts = {name: staged(getattr(state, name)) for name in names}
-        return type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
-    if isinstance(state, Tensor):
-        copy = state.detach().to("cpu", copy=True)
+
+    def copy_of(_: str, tensor: Tensor) -> Tensor:
+        copy = tensor.to("cpu", copy=True)
         if copies is not None:
-            copies[state.data_ptr()] = copy
+            copies[tensor.data_ptr()] = copy
         return copy
-    if isinstance(state, dict):
-        return {name: staged(value, copies) for name, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(staged(value, copies) for value in state)
-    return state
+
+    return mapped(state, copy_of)
 
 
 def save_state(state: dict[str, Any], folder: Path, team: "ThreadGroup | None") -> None:

@@ -38,6 +38,7 @@ from .alarms.cut_responses import CutResponses
 from .algorithms.objective import has_gradient
 from .checkpoint import CheckpointWriter
 from .learners.base import Learner, open_learner
+from .learners.state_copies import StateCopies
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .progress import behind_line, progress
 from .recovery import has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
@@ -75,8 +76,9 @@ class Trainer:
         self.learner = learner or open_learner(fleet, recipe)
         self.group = self.learner.group
         is_checked = fleet.incarnation == 1
-        self.first_step = restore_newest(self.learner, self.run_dir, point.step, is_checked=is_checked)
-        """The step that the run continues with; those between the checkpoint and this one are trained again."""
+        self.restored = restore_newest(self.learner, self.run_dir, point.step, is_checked=is_checked)
+        self.first_step = self.restored.first_step
+        """The step that the run continues with; those between the restored state and this one are trained again."""
         self.num_counted = self.first_step
         """Steps that the hub has counted; the previous trainer process may have trained one more."""
         self.run_id = fleet.run_id
@@ -89,7 +91,8 @@ class Trainer:
             self.run_dir, recipe.checkpoint, recipe.comm.deadline_s, is_lead=self.group.is_lead,
             on_written=lambda step, path: self.mailbox.send("hub", CheckpointWritten(step, path)),
         )  # fmt: skip
-        self.checkpoints.newest = self.learner.version
+        self.checkpoints.newest = self.restored.checkpoint
+        self.copies: StateCopies | None = getattr(self.learner, "copies", None)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoint_after = -1
         """The hub has requested a checkpoint of a later step than this, in addition to those that are due."""
@@ -167,7 +170,7 @@ class Trainer:
         num = self.first_step - self.learner.version
         if num:
             self.fleet.announce(**{TRAINS_AGAIN: "yes"})  # rollouts wait for the first version meanwhile
-            with progress(self.learner.version, self.first_step, is_shown=self.group.is_lead) as step_done:
+            with progress(num, self.restored.source, is_shown=self.group.is_lead) as step_done:
                 while (step := self.learner.version) < self.first_step:
                     if self.group.all_reduce_max([float(self.group.is_lead and stops(self.mailbox))])[0]:
                         return False
@@ -177,7 +180,8 @@ class Trainer:
             self.resumed_at = self.clock.now()
         if (num or self.incarnation > 1) and self.group.is_lead:
             seconds = self.clock.now() - started
-            say(f"actor-0 continues after step {self.first_step}: {num} steps were trained again in {seconds:.1f} s")
+            again = f"{num} steps were trained again in {seconds:.1f} s"
+            say(f"actor-0 continues after step {self.first_step}: from {self.restored.source}, {again}")
         return True
 
     def train_step_again(self, step: int) -> None:
@@ -221,6 +225,8 @@ class Trainer:
         if self.recorder is not None:
             self.mailbox.send("hub", self.step_trained(step))
         metrics |= self.publish()
+        if self.copies is not None:
+            metrics |= self.copies.figures()
         step_s = self.clock.now() - started
         waited_s = self.waited_s
         if self.evaluates and step + 1 == self.recipe.run.steps:
@@ -231,7 +237,10 @@ class Trainer:
         give_back_heap()
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every `checkpoint_steps`, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one."""
+        """Begin a checkpoint every `checkpoint_steps`, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one.
+
+        In memory the state is copied more often.
+        """
         if self.stops_at_collapse:
             is_alarmed = self.recorder is not None and self.recorder.has_collapsed
             self.has_collapsed = bool(self.group.all_reduce_max([float(is_alarmed)])[0])  # rank 0 alone judges
@@ -244,6 +253,8 @@ class Trainer:
         if (is_due or is_late or self.checkpoint_after >= self.checkpoints.newest) and not self.has_collapsed:
             self.checkpoint()
         self.checkpoints.check()
+        if self.copies is not None:
+            self.copies.after_step()
 
     @property
     def has_state(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..comm.errors import SettingError
-from ..comm.recipe import LoraSettings, Recipe
+from ..comm.recipe import LoraSettings, Recipe, RunSettings, TrainerSettings
 from .policy.families import FAMILIES, Family
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,6 +24,8 @@ TRANSFORMERS_BYTES = 0.265e9
 """Private memory of a process that has imported transformers and the CPU build of torch; the pages of library files are shared."""
 CHECKPOINT_PARTS = ("copy for a checkpoint", "policy for its export")
 """The parts of host memory that a checkpoint needs while it is written; the second part on rank 0 alone."""
+COPY_PART = "second copy of the state"
+"""The part that only copies for a restarted trainer need, which does without where there is no room (`state_copies.py`)."""
 PAGE_TOKENS = 64
 """Tokens of a page of the cache on a host without a GPU."""
 _HOLES = 0.4
@@ -186,14 +188,17 @@ def actor_memory(
     if recipe.batch.updates_per_version > 1 and recipe.algorithm.proximal == "version":
         states["weights at the version's start"] = 4 * share
     is_sharded = actors > 1 or recipe.trainer.offload
+    copy = (4 + moments) * share * (2 if "critic" in states else 1)
     host = {
         # Steps without a GPU are so long that a version has left before the next one.
         "published weights": sizes.version_bytes(lora, recipe.model.compute_type) / actors * (2 if on_gpu else 1),
-        CHECKPOINT_PARTS[0]: (4 + moments) * share,
+        CHECKPOINT_PARTS[0]: copy,
         # Of rank 0, where the copy for the checkpoint does not have it whole.
         CHECKPOINT_PARTS[1]: 4.0 * sizes.num_parameters if is_sharded or lora.rank else 0.0,
         PROCESS: TRANSFORMERS_BYTES,
     }
+    if has_copies(recipe.run, recipe.trainer):
+        host[COPY_PART] = copy
     tokens = recipe.optimizer.micro_batch
     if row_tokens:  # a rank has at most its part of a step
         rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt
@@ -201,6 +206,11 @@ def actor_memory(
     tokens = max(tokens, row_tokens or recipe.sampling.max_new_tokens)  # a trajectory is never cut
     work = _micro_batch(sizes, recipe, tokens, checkpointing=checkpointing, is_sharded=is_sharded, on_gpu=on_gpu)
     return MemoryEstimate(work, states | host) if recipe.trainer.offload else MemoryEstimate(states | work, host)
+
+
+def has_copies(run: RunSettings, trainer: TrainerSettings) -> bool:
+    """Whether the trainer's state is copied for a process that is started again, where there is room for it."""
+    return trainer.engine == "builtin" and run.save_rows != "none"
 
 
 def _micro_batch(

@@ -15,8 +15,8 @@ TELL_S = 10.0
 
 
 @contextmanager
-def progress(first: int, end: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """Print at once, and every `TELL_S`, how many of the steps from `first` up to `end` are done; the body calls the result after each.
+def progress(num_steps: int, source: str, *, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Print at once, and every `TELL_S`, how many of the steps after the state of `source` are done; the body calls the result after each.
 
     A thread prints the lines, since one step may take long.
     """
@@ -27,11 +27,11 @@ def progress(first: int, end: int, *, is_shown: bool) -> Iterator[Callable[[], N
     def tell() -> None:
         """Waits for the end of the body."""
         while not is_over.wait(TELL_S):
-            say(progress_line(done_s, end - first))
+            say(progress_line(done_s, num_steps))
 
     thread = threading.Thread(target=tell, name="progress", daemon=True)
     if is_shown:
-        say(f"training {end - first} step{'s' * (end - first > 1)} again from {ROWS}/, after {_start(first)}")
+        say(f"training {num_steps} step{'s' * (num_steps > 1)} again from {ROWS}/, after {source}")
         thread.start()
     try:
         yield lambda: done_s.append(time.monotonic() - started)

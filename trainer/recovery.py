@@ -1,11 +1,11 @@
 """How the trainer recovers when its process was restarted or the run is resumed.
 
-It loads the newest checkpoint, or the initial weights, and trains the steps after it again from `rows/`, with the same
-batches in the same order. The hub says how many steps the run has trained; nothing is reported or published until then.
+It loads the newest copy of the training state in memory, the newest checkpoint, or the initial weights, and trains the steps
+after it again from `rows/`, with the same batches in the same order. The hub says how many steps the run has trained; nothing is reported or published until then.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..comm import threads
 from ..comm.errors import SettingError
@@ -20,6 +20,7 @@ from .step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from .learners.base import Learner
+    from .learners.state_copies import StateCopies
 
 
 def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> RestartPoint:
@@ -44,10 +45,22 @@ def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> Re
                     pass
 
 
-def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_checked: bool) -> int:
-    """Load the newest checkpoint that the journal knows; returns the step to continue with. A collective of all ranks.
+class Restored(NamedTuple):
+    """The state that a trainer begins with."""
 
-    num_trained: of rank 0's `request_restart`, or -1 if the run begins with this process; other ranks pass -1.
+    first_step: int
+    """The step that the run continues with; those between the state and this one are trained again."""
+    checkpoint: int
+    """The step of the newest checkpoint, 0 without one."""
+    source: str
+    """Where the state comes from, for the console."""
+
+
+def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_checked: bool) -> Restored:
+    """Load the newest state: a copy in memory, or the newest checkpoint that the journal knows. A collective of all ranks.
+
+    num_trained: of rank 0's `request_restart`, or -1 if the run begins with this process; other ranks pass -1. A copy may
+    be of a step of which the hub has not heard; it is not used, since the next incarnation has to report that step.
     is_checked: `latest` names a checkpoint that was checked when the run was prepared. A restarted trainer skips
     a damaged one, and trains more steps again.
     """
@@ -57,9 +70,16 @@ def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_ch
         newest = folder.latest() if is_checked else folder.newest_usable()
     found = learner.group.all_reduce_max([-1.0 if newest is None else float(newest), float(num_trained)])
     checkpoint, num_trained = map(int, found)
-    if checkpoint >= 0:
+    copies: StateCopies | None = getattr(learner, "copies", None)  # engines of users, and emulated ones, have none
+    copy = -1 if copies is None else copies.newest(num_trained)
+    source = "the initial weights"
+    if copies is not None and copy >= max(checkpoint, 0):
+        copies.restore(copy)
+        source = f"the copy in memory of step {copy}"
+    elif checkpoint >= 0:
         learner.restore(folder.path(checkpoint))
-    return max(learner.version, num_trained)
+        source = f"the checkpoint of step {checkpoint}"
+    return Restored(max(learner.version, num_trained), max(checkpoint, 0), source)
 
 
 def has_rows(learner: "Learner", run_dir: Path, step: int, run_id: str) -> bool:

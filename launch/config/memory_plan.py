@@ -15,6 +15,7 @@ from ...trainer.memory import (
     BYTES,
     CHECKPOINT_PARTS,
     CHUNK_BYTES,
+    COPY_PART,
     PROCESS,
     TRANSFORMERS_BYTES,
     MemoryEstimate,
@@ -202,9 +203,10 @@ class MemoryPlan:
         warnings: list[str] = []
         for host in [] if self._recipe.is_emulated else self._hosts():
             here = [place for place in self._places if place.host == host]
-            need = self._bytes_on(host)
+            copies = sum(self._bytes_of(place, [COPY_PART]) for place in here)
+            need = self._bytes_on(host) - copies
             least = sum(self._bytes_of(place, _STATES) for place in here)
-            copies = sum(self._bytes_of(place, CHECKPOINT_PARTS) for place in here)
+            written = sum(self._bytes_of(place, CHECKPOINT_PARTS) for place in here)
             largest = max(here, key=self._bytes_of)
             change = f"set {advice(largest.role, on_gpu=False) or 'fewer roles here'}, or take a larger host"
             each = f"{largest.name} alone {self._bytes_of(largest) / _GB:.1f} GB"
@@ -214,9 +216,15 @@ class MemoryPlan:
                 refused.append(f"{has}, and {needs}: {change}")
             elif need > min(host_bytes, free_bytes):
                 needs = f"its processes need {need / _GB:.1f} GB (an estimate; {each})"
-                needs += f", {copies / _GB:.1f} GB of them for the copy of a checkpoint"
+                needs += f", {written / _GB:.1f} GB of them for the copy of a checkpoint"
                 end = "end other programs, or " if need <= host_bytes else ""
                 warnings.append(f"{has}, and {needs}: {end}{change}")
+            elif need + copies > min(host_bytes, free_bytes):
+                needs = f"its processes need {need / _GB:.1f} GB (an estimate)"
+                without = "without, a trainer that dies trains the steps since its last checkpoint again"
+                warnings.append(
+                    f"{has}, and {needs} and {copies / _GB:.1f} GB for a second copy of the state: {without}"
+                )
         return refused, warnings
 
     def of_processes(self) -> dict[str, float]:

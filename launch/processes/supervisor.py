@@ -197,7 +197,7 @@ class Supervisor:
         return self.exit_code
 
     def _write_peaks(self) -> None:
-        """Record the peak memory of the children; a relay's weights are in the memory of its supervisor."""
+        """Record the peak memory of the children; a relay's weights and a trainer's copies are in the memory of its supervisor."""
         peaks = self.kills.peaks
         if self.segment is not None and self.placement.name in peaks:
             peaks[self.placement.name] += 512 * os.fstat(self.segment).st_blocks
@@ -211,10 +211,11 @@ class Supervisor:
         if self.has_started or not self.store_address:
             return
         self.has_started = True
-        if self.placement.role == "relay":
+        role = self.placement.role
+        if role == "relay" or (role == "actor" and is_restartable(role, self.recipe.run, self.recipe.trainer)):
             self.segment = create_memory(f"headrace-{self.placement.name}")
-            if self.placement.index == 0:
-                self._start_worker("hub")
+        if self.placement.name == "relay-0":
+            self._start_worker("hub")
         self._start_worker(self.placement.name)
 
     def _start_worker(self, name: str) -> None:

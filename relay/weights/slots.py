@@ -54,8 +54,9 @@ def choose_slot(stored: Sequence[StoredVersion | None], newest: int | None, lock
 class VersionSlots:
     """The versions of one segment. One thread writes; any number of processes and threads read."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, num_slots: int = NUM_SLOTS) -> None:
         self.segment = segment
+        self._num_slots = num_slots
         self._pinned: list[np.ndarray] = []
         self._locked: set[int] = set()
         """The slots that are written under a lock; one that was taken from readers has none."""
@@ -72,7 +73,7 @@ class VersionSlots:
                 "the relay holds weights of another layout: is `model.path` or `model.dtype` not the same?"
             )
         if not self.fingerprint:
-            self.segment.allocate(NUM_SLOTS, num_bytes)
+            self.segment.allocate(self._num_slots, num_bytes)
             self.segment.slot(0)
             self.segment.words[_LAYOUT] = fingerprint
 

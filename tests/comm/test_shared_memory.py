@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from headrace.comm import shared_memory
 from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.errors import PeerGone
 from headrace.comm.shared_memory import Lock, Segment
@@ -126,3 +127,15 @@ def test_views_outlive_the_opening(segment):
     segment.close()
     view[:] = 1
     assert int(np.sum(view)) == 10_000
+
+
+@pytest.mark.parametrize("advice", [shared_memory._MADV_POPULATE_WRITE, 9999])
+def test_all_pages_of_the_slots_are_there_before_a_copy_whatever_the_kernel_knows(
+    monkeypatch: pytest.MonkeyPatch, advice: int
+):
+    monkeypatch.setattr(shared_memory, "_MADV_POPULATE_WRITE", advice)
+    segment = Segment.create_anonymous()
+    segment.allocate(2, 1 << 20)
+    assert segment.slot(0)[-1] == 0
+    assert os.fstat(segment._fd).st_blocks * 512 >= 2 << 20
+    segment.close()

@@ -14,6 +14,7 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.config.memory_plan import MemoryPlan
 from headrace.launch.placement import place_ranks
 from headrace.launch.run import main
+from headrace.trainer.memory import CHECKPOINT_PARTS, COPY_PART
 
 SMALL = {
     "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -150,6 +151,22 @@ def test_a_host_without_the_memory_for_its_processes_and_a_checkpoint_is_a_warni
     )
     refused, warned = without.host_shortages(6e9, 6e9)
     assert len(refused) == 1 and not warned, "weights, gradients and moments alone are more"
+
+
+def test_where_there_is_no_room_for_a_second_copy_of_the_state_a_warning_says_what_the_run_does_without():
+    recipe = read_recipe(None, LONG)
+    plan = MemoryPlan(recipe, SMALL, place_ranks(recipe.roles), Gpus((), 0))
+    copy = plan.needs["actor"].host[COPY_PART]
+    assert copy == plan.needs["actor"].host[CHECKPOINT_PARTS[0]]
+    need = next(float(line.split()[2]) for line in plan.lines() if line.endswith("are needed at most")) * 1e9
+    assert plan.host_shortages(1e12, need + 1e6) == ([], [])
+    refused, (warning,) = plan.host_shortages(1e12, need - 1e6)
+    assert not refused and warning.endswith("a trainer that dies trains the steps since its last checkpoint again")
+    _, (without_one,) = plan.host_shortages(1e12, need - copy - 1e6)
+    assert "for the copy of a checkpoint" in without_one
+    for words in ("run.save_rows=none", "trainer.engine=emulated"):
+        other = read_recipe(None, [*LONG, words])
+        assert COPY_PART not in MemoryPlan(other, SMALL, place_ranks(other.roles), Gpus((), 0)).needs["actor"].host
 
 
 @pytest.mark.parametrize(("gb", "ends"), [(6, "refused"), (16, "warned"), (1000, "silent")])

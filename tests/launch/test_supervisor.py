@@ -331,6 +331,15 @@ def test_the_lead_relays_supervisor_starts_the_hub_and_gives_the_relay_a_segment
     assert hub.endswith(" -") and not relay.endswith(" -")
 
 
+@pytest.mark.parametrize(("rows", "is_given"), [("recovery", True), ("none", False)])
+def test_a_trainer_that_can_start_again_has_one_segment_in_all_its_processes(supervisor, rows: str, is_given: bool):
+    settings = (f"run.save_rows={rows}",)
+    running = supervisor("actor-0", {"actor-0": ["die", "end"] if is_given else ["end"]}, settings=settings)
+    assert running.end()[0] == 0
+    given = {line.split()[3] for line in running.events("actor-0 start")}
+    assert len(given) == 1 and (given != {"-"}) is is_given
+
+
 @pytest.mark.parametrize("users", [None, "glibc.malloc.check=0"])
 def test_a_roles_process_copies_large_pieces_past_the_caches_unless_the_user_says_otherwise(
     supervisor, monkeypatch, users

@@ -111,7 +111,9 @@ def test_a_run_that_dies_before_its_first_checkpoint_continues_after_its_last_st
     assert lines_of(killed_run)[:STEP] == before
     output = capsys.readouterr().out
     assert f"training {STEP} steps again from rows/, after the initial weights" in output
-    assert f"actor-0 continues after step {STEP}: {STEP} steps were trained again in" in output
+    assert (
+        f"actor-0 continues after step {STEP}: from the initial weights, {STEP} steps were trained again in" in output
+    )
 
 
 def test_a_run_that_is_interrupted_while_steps_are_trained_again_says_what_there_is_and_loses_nothing(

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.closing import at_end
 from support.job import Job, MakeJob, assert_account_adds_up, child_of
 from support.system import System
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import Recipe
+from headrace.comm.shared_memory import Segment
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.hub.hub import MAX_RESTARTS_IN_STEP
 from headrace.relay.journal.events import Event, Handed, Published, Trained, TrainerRestarted
@@ -21,6 +23,9 @@ from headrace.relay.journal.files import read_events
 from headrace.relay.journal.hub_state import account_dict
 from headrace.relay.journal.replay import replay
 from headrace.trainer import loop as trainer_loop
+from headrace.trainer.actor_group import ActorGroup
+from headrace.trainer.checkpoint import TrainingState
+from headrace.trainer.learners.state_copies import Pace, StateCopies
 
 EXACT: dict[str, object] = {
     "run.schedule": "sync",
@@ -79,6 +84,28 @@ def catching_up_slowly(fleet: Fleet, recipe: Recipe) -> None:
     trainer.run()
 
 
+class EachStep(Pace):
+    """A copy of the state after each step, whatever it costs."""
+
+    @property
+    def steps(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All incarnations of the trainer have the memory of one supervisor."""
+    segment = Segment.create_anonymous("copies")
+    at_end(segment.close)
+
+    def of_supervisor(fleet: Fleet, state: TrainingState, group: ActorGroup) -> StateCopies:
+        copies = StateCopies(Segment.open(segment.path), state, group)
+        copies.pace = EachStep(1)
+        return copies
+
+    monkeypatch.setattr(StateCopies, "of_supervisor", of_supervisor)
+
+
 def start(folder: Path, actor: Callable[[Fleet, Recipe], None], **settings: object) -> System:
     folder.mkdir(exist_ok=True)
     (folder / "sums.py").write_text(REWARD)
@@ -103,18 +130,36 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     return end(start(tmp_path_factory.mktemp("undisturbed"), trainer_loop.run))
 
 
-@pytest.mark.parametrize(
-    ("method", "version"),
-    [
-        ("train_step", STEP),
-        ("next_batch", STEP),
-        ("publish", STEP),  # the hub knows of the step, the relays do not have its weights
-        ("checkpoint_if_due", STEP),
-        ("checkpoint", 3),
-        ("train_step", 3),  # after the checkpoint
-        ("finish", 4),
-    ],
-)
+DEATHS = [
+    ("train_step", STEP),
+    ("next_batch", STEP),
+    ("publish", STEP),  # the hub knows of the step, the relays do not have its weights
+    ("checkpoint_if_due", STEP),
+    ("checkpoint", 3),
+    ("train_step", 3),  # after the checkpoint
+    ("finish", 4),
+]
+
+
+@pytest.mark.usefixtures("has_copies")
+@pytest.mark.parametrize(("method", "version"), DEATHS)
+def test_a_trainer_continues_from_the_newest_copy_in_memory_to_the_weights_of_an_undisturbed_run(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str], method: str, version: int
+):
+    system = start(tmp_path, dying(method, version))
+    system.until(lambda: not system.threads["actor-0"].is_alive())
+    system.start("actor", trainer_loop.run)
+    weights = end(system)
+    assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
+    is_copied = method in ("train_step", "next_batch", "finish")  # the copy begins after all else of a step
+    copy = version if is_copied else version - 1
+    told = (
+        f"actor-0 continues after step {version}: from the copy in memory of step {copy}, {version - copy} steps were"
+    )
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("method", "version"), DEATHS)
 def test_a_trainer_that_dies_ends_with_the_weights_of_an_undisturbed_run(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor], method: str, version: int
 ):
@@ -218,6 +263,7 @@ def test_a_killed_trainer_starts_again_alone_and_its_run_is_replayed_bit_for_bit
     code, output = run.end()
     assert code == 0, output + run.logs()
     assert f"{victim} was ended by SIGKILL and is started again" in output
+    assert "actor-0 continues after step" in output and ": from the copy in memory of step" in output
     assert output.count("is started again") == num_ranks, "all ranks of the trainer start again, and nothing else"
     assert assert_account_adds_up(run)["trained"] == 8 * 16
     assert (

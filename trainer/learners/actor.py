@@ -28,6 +28,7 @@ from .advantages import add_advantages
 from .critic import Critic
 from .optimizer import Update, Updater, learning_rate
 from .start_weights import StartWeights
+from .state_copies import StateCopies
 
 
 class Actor:
@@ -54,6 +55,8 @@ class Actor:
         self.critic = Critic(recipe, group, self.adapter_base) if recipe.algorithm.advantage == "gae" else None
         critic = None if self.critic is None else (self.critic.model, self.critic.updater.optimizer)
         self.state = TrainingState(self.policy.model, self.updater.optimizer, critic)
+        self.copies: StateCopies | None = None
+        """Copies of the state in the host's memory, for a trainer whose process is started again."""
         self.needs_whole_step = open_estimator(recipe.algorithm).needs_whole_step
         self.batches: list[TrajectoryBatch] = []
         self.updates: list[Update] = []
@@ -222,6 +225,8 @@ class Actor:
 
     def _update(self) -> None:
         """Update the weights by the mean gradient since the last update."""
+        if self.copies is not None:
+            self.copies.before_update()
         if not self.is_frozen:
             self._update_policy()
         self._totals = DeviceSums()

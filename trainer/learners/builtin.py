@@ -1,5 +1,6 @@
 """The built-in learner: an actor with the reference policy, checkpoints, and the publisher of its weights."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..policy.model import Policy, default_device, load_policy, load_tokenizer
 from ..policy.tensor_parallel import splits_for
 from ..step_metrics import StepMetrics
 from .actor import Actor
+from .state_copies import StateCopies
 
 
 class ActorLearner(Actor):
@@ -42,6 +44,7 @@ class ActorLearner(Actor):
         self.turn_tokens = turn_tokens(self.tokenizer, self.policy.stop_ids)
         if template := own_template(recipe.data.chat_template):
             self.tokenizer.chat_template = template  # users of the exported policy ask it as training did
+        self.copies = StateCopies.of_supervisor(fleet, self.state, self.group)
         self._checkpoint_team = self.group.clone_for_thread()
         self._staged_version = -1
         weights = self._published()
@@ -89,13 +92,16 @@ class ActorLearner(Actor):
     def stage(self) -> Callable[[Path], None]:
         self._staged_version = self.version
         copies: dict[int, torch.Tensor] = {}
-        state = staged(self.state.state_dict(), copies)
+        held = None if self.copies is None else self.copies.hold(copies)
+        state = staged(self.state.state_dict(), copies) if held is None else held[0]
         weights = self._whole_weights(copies)
 
         def write(folder: Path) -> None:
             save_state(state, folder, self._checkpoint_team)
             self._write_policy(folder, weights)
 
+        if self.copies is not None and held is not None:
+            weakref.finalize(write, self.copies.release, held[1])  # nobody has to call `write`
         return write
 
     def _published(self) -> dict[str, torch.Tensor]:
@@ -124,5 +130,7 @@ class ActorLearner(Actor):
             export(folder, self.policy, weights, self.tokenizer, self.recipe.lora, self.adapter_base)
 
     def close(self) -> None:
+        if self.copies is not None:
+            self.copies.close()
         self.publisher.close()
         self.group.close()

@@ -1,0 +1,316 @@
+"""Copies of the training state in memory: a trainer that is started again continues from them bit for bit."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
+from support.closing import at_end
+from support.policies import tiny_policy
+
+from headrace.comm.shared_memory import Segment
+from headrace.trainer.actor_group import ActorGroup
+from headrace.trainer.checkpoint import TrainingState
+from headrace.trainer.learners import state_copies
+from headrace.trainer.learners.actor import Actor
+from headrace.trainer.learners.optimizer import Update
+from headrace.trainer.learners.state_copies import COST_SHARE, Pace, StateCopies, StateLayout
+
+CRITIC = {"algorithm__advantage": "gae", "critic__warmup_steps": 3}
+SETTINGS = [{}, {"lora__rank": 2}, CRITIC, {"batch__updates_per_version": 2, "batch__prompts_per_step": 4}]
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def segment() -> Segment:
+    """The memory of a supervisor."""
+    segment = Segment.create_anonymous("copies")
+    at_end(segment.close)
+    return segment
+
+
+class EachStep(Pace):
+    """A copy after each step, whatever it costs."""
+
+    @property
+    def steps(self) -> int:
+        return 1
+
+
+def with_copies(actor: Actor, segment: Segment) -> StateCopies:
+    """The copies of an actor, as if of a process of its own, with a copy after each step."""
+    actor.copies = copies = StateCopies(Segment.open(segment.path), actor.state, actor.group)
+    at_end(copies.close)
+    copies.pace = EachStep(1)
+    return copies
+
+
+def steps(actor: Actor, count: int) -> list[dict[str, float]]:
+    """The metrics of steps with copies between them, where they are due."""
+    found: list[dict[str, float]] = []
+    for _ in range(count):
+        groups = [batch_of(actor.version, first=first) for first in range(actor.recipe.batch.prompts_per_step)]
+        metrics = train(actor, groups)
+        found.append({name: value for name, value in metrics.items() if "timing" not in name})
+        if actor.copies is not None:
+            actor.copies.after_step()
+    return found
+
+
+def wait(actor: Actor) -> None:
+    assert actor.copies is not None
+    actor.copies.finish()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_trainer_continues_from_the_newest_copy_bit_for_bit(
+    policy_dir: Path, segment: Segment, settings: dict[str, object]
+):
+    recipe = recipe_of(policy_dir, **settings)
+    undisturbed, dying, successor = (actor_of(recipe) for _ in range(3))
+    steps(undisturbed, 2)
+    expected = steps(undisturbed, 3)
+    with_copies(dying, segment)
+    steps(dying, 2)
+    wait(dying)
+    random_numbers = torch.get_rng_state()
+    torch.manual_seed(99)
+    copies = with_copies(successor, segment)
+    assert copies.newest(9) == 2
+    copies.restore(2)
+    assert successor.version == 2 and torch.equal(torch.get_rng_state(), random_numbers)
+    assert steps(successor, 3) == expected
+    for name, weight in undisturbed.policy.weights().items():
+        assert torch.equal(weight, successor.policy.weights()[name]), name
+
+
+def test_an_update_waits_for_the_copy_of_the_state_before_it(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+):
+    actor, successor = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
+    may_copy = threading.Event()
+    monkeypatch.setattr(state_copies, "failpoint", lambda *_, **__: may_copy.wait(60))
+    at_end(may_copy.set)
+    copies = with_copies(actor, segment)
+    steps(actor, 1)
+    before_update, update = copies.before_update, actor.updater.update
+
+    def begin_to_wait() -> None:
+        may_copy.set()
+        before_update()
+
+    def update_after_the_copy(*args: Any, **more: Any) -> Update:
+        assert may_copy.is_set(), "the copy has not begun"
+        return update(*args, **more)
+
+    monkeypatch.setattr(copies, "before_update", begin_to_wait)
+    monkeypatch.setattr(actor.updater, "update", update_after_the_copy)
+    before = [parameter.detach().clone() for parameter in actor.policy.parameters()]
+    train(actor, [batch_of(1)])
+    copies = with_copies(successor, segment)
+    assert copies.newest(9) == 1
+    copies.restore(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, successor.policy.parameters(), strict=True))
+
+
+def test_a_process_that_dies_while_it_copies_leaves_the_copy_before(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(recipe_of(policy_dir))
+    with_copies(actor, segment)
+    steps(actor, 2)
+    wait(actor)
+
+    def die(*_: object, **__: object) -> None:
+        raise OSError("no more pages")
+
+    monkeypatch.setattr(state_copies, "failpoint", die)
+    steps(actor, 1)
+    torn = actor.copies
+    assert torn is not None
+    torn.close()
+    assert "no more copies of the training state are made in memory: no more pages" in capsys.readouterr().out
+    monkeypatch.undo()
+    successor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(successor, segment)
+    assert copies.newest(9) == 2
+    copies.restore(2)
+    steps(successor, 1)
+    wait(successor)
+    assert with_copies(actor_of(recipe_of(policy_dir)), segment).newest(9) == 3, "the torn copy's place is used again"
+
+
+def test_a_damaged_copy_is_not_used_and_neither_is_one_that_is_newer_than_the_hub_knows(
+    policy_dir: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
+):
+    actor, successor = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
+    with_copies(actor, segment)
+    steps(actor, 2)
+    wait(actor)
+    copies = with_copies(successor, segment)
+    assert [copies.newest(most) for most in (0, 1, 2)] == [-1, 1, 2] and not capsys.readouterr().out
+    segment.slot(1)[-100] ^= 1  # the second copy
+    assert copies.newest(2) == 1
+    assert "the copy of the training state after step 2 is not used: its digest is another" in capsys.readouterr().out
+
+
+def test_the_copies_of_another_policy_are_not_used(
+    policy_dir: Path, tmp_path: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(recipe_of(policy_dir))
+    with_copies(actor, segment)
+    steps(actor, 1)
+    wait(actor)
+    other = actor_of(recipe_of(tiny_policy(tmp_path, hidden_size=32)))
+    assert with_copies(other, segment).newest(9) == -1
+    assert "the copies of the training state in memory are not used: they have other" in capsys.readouterr().out
+
+
+def test_without_room_on_the_host_there_are_no_copies_and_the_console_says_so(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(actor, segment)
+    num_bytes = StateLayout(actor.state.state_dict()).num_bytes
+    monkeypatch.setattr(state_copies, "memory_bytes", lambda: 0)
+    monkeypatch.setattr(state_copies, "free_bytes", lambda: 2 * num_bytes - 1)
+    steps(actor, 2)
+    assert segment.num_slots == 0 and copies.hold({}) is None
+    assert capsys.readouterr().out.count("GB of memory for copies of the training state") == 1
+    monkeypatch.setattr(state_copies, "free_bytes", lambda: 2 * num_bytes)
+    with_copies(actor, segment)
+    steps(actor, 1)
+    wait(actor)
+    assert segment.num_slots == 2
+
+
+def test_a_checkpoint_is_written_from_a_copy_that_stays_until_then(policy_dir: Path, segment: Segment):
+    actor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(actor, segment)
+    steps(actor, 2)
+    by_address: dict[int, torch.Tensor] = {}
+    held = copies.hold(by_address)
+    assert held is not None
+    state, stored = held
+    before = actor.state.state_dict()["model"]
+    assert all(torch.equal(state["model"][name], weight) for name, weight in before.items())
+    assert all(torch.equal(by_address[weight.data_ptr()], weight) for weight in before.values())
+    kept = {name: weight.clone() for name, weight in state["model"].items()}
+    steps(actor, 3)
+    wait(actor)
+    assert all(torch.equal(state["model"][name], weight) for name, weight in kept.items())
+    assert (copies.newest(9), copies.newest(2)) == (3, 2), (
+        "the newest copy is not given up for one that is not whole yet"
+    )
+    copies.release(stored)
+    steps(actor, 1)
+    wait(actor)
+    assert (copies.newest(9), copies.newest(2)) == (6, -1)
+
+
+def test_the_moments_of_an_optimizer_that_has_made_no_step_count_no_step(policy_dir: Path):
+    watched, alone = (actor_of(recipe_of(policy_dir, **CRITIC)) for _ in range(2))
+    watched.state.state_dict()
+    for _ in range(4):  # the policy is updated in the fourth
+        watched.state.state_dict()
+        assert steps(watched, 1) == steps(alone, 1)
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "stall_s", "step_s"), [(0.25, 0.01, 8.7), (0.01, 0.25, 8.7), (1e-6, 0, 1), (5, 5, 10)]
+)
+def test_copies_are_as_frequent_as_a_hundredth_of_the_time_allows(cpu_s: float, stall_s: float, step_s: float):
+    pace = Pace(num_cores=2)
+    assert pace.steps == 1, "before anything was measured"
+    for wrong in (0.5, 1, 2):
+        pace.add_copy(wrong * cpu_s, wrong * stall_s)
+        pace.add_step(wrong * step_s)
+    every, cost = pace.steps, max(cpu_s / 2, stall_s)
+    assert cost <= COST_SHARE * every * step_s and (every == 1 or cost > COST_SHARE * (every - 1) * step_s)
+
+
+class RankThreads:
+    """The collectives of ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.values: dict[int, list[float]] = {}
+
+    def group(self, rank: int) -> ActorGroup:
+        group = ActorGroup(rank, self.barrier.parties, torch.device("cpu"), 60)
+
+        def all_reduce_max(values: list[float]) -> list[float]:
+            self.values[rank] = values
+            self.barrier.wait(60)
+            found = [max(each) for each in zip(*self.values.values(), strict=True)]
+            self.barrier.wait(60)
+            return found
+
+        group.all_reduce_max = all_reduce_max
+        return group
+
+
+@pytest.mark.parametrize(
+    ("held", "newest"),
+    [(([3, 6], [3, 6]), 6), (([3, 6], [3]), 3), (([6], [3]), -1), (([3, 6], []), -1), (([], []), -1)],
+)
+def test_ranks_continue_from_the_newest_step_that_all_of_them_hold(held: tuple[list[int], list[int]], newest: int):
+    ranks = RankThreads(2)
+    copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
+    for mine, steps_held in zip(copies, held, strict=True):
+        for step in steps_held:
+            write_copy(mine, step)
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda each: each.newest(9), copies)] == [newest] * 2
+
+
+def copies_of_a_layer(group: ActorGroup) -> StateCopies:
+    layer = torch.nn.Linear(3, 3)
+    state = TrainingState(layer, torch.optim.AdamW(layer.parameters()))
+    copies = StateCopies(Segment.create_anonymous("copies"), state, group)
+    at_end(copies.close)
+    return copies
+
+
+def write_copy(copies: StateCopies, step: int) -> None:
+    """A copy of the present state, as if after this step."""
+    layout = StateLayout(copies._state.state_dict())
+    copies._copy(layout, step)
+
+
+TWO_RANKS = """
+from headrace.comm.shared_memory import Segment
+from headrace.trainer.learners.state_copies import StateCopies
+segment = Segment.create_anonymous()
+undisturbed, dying, successor = (actor_of(recipe_of(args[0], **eval(args[1])), group) for _ in range(3))
+train(undisturbed, [batch_of(0, group=group)])
+train(dying, [batch_of(0, group=group)])
+dying.copies = StateCopies(segment, dying.state, group, num_here=2)
+dying.copies.after_step()
+train(dying, [batch_of(1, group=group)])
+copies = StateCopies(segment, successor.state, group)
+assert copies.newest(9) == 1
+copies.restore(1)
+for step in (1, 2):
+    norms = [train(each, [batch_of(step, group=group)])["actor/grad_norm"] for each in (undisturbed, successor)]
+    assert norms[0] == norms[1], norms
+for ours, theirs in zip(successor.policy.parameters(), undisturbed.policy.parameters(), strict=True):
+    assert torch.equal(ours.to_local(), theirs.to_local())
+"""
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"optimizer__name": "adamw8bit"}, marks=pytest.mark.slow)], ids=str
+)
+def test_each_rank_has_the_copy_of_its_own_shard(tmp_path: Path, settings: dict[str, object]):
+    if settings:
+        pytest.importorskip("torchao")
+    policy = tiny_policy(tmp_path, "llama", hidden_size=128, intermediate_size=256)
+    on_two_ranks(tmp_path, TWO_RANKS, policy, repr(settings))
