@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def test_a_critic_and_a_reference_policy_are_counted():
 def test_layers_that_are_gathered_in_half_precision_leave_no_copy_of_all_weights():
     sizes = PolicySizes.of(QWEN_7B)
 
-    def work(ranks: int, dtype: str, **settings):
+    def work(ranks: int, dtype: Literal["bfloat16", "float32"], **settings: Any):
         recipe = Recipe(model=ModelSettings(dtype=dtype), roles=RoleSettings(actor=ranks), **settings)
         return actor_memory(sizes, recipe, checkpointing=False).device
 
