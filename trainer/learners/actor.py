@@ -20,7 +20,7 @@ from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, TrajectoryBatch
 from ..checkpoint import TrainingState, load_state
 from ..logprobs import longest_in_tree, packed_logprobs, response_logprobs
 from ..policy.adapter_files import AdapterBase, check_adapter
-from ..policy.device import DeviceSums, to_device
+from ..policy.device import DeviceSums, finish_work, to_device
 from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
 from ..step_metrics import StepMetrics
@@ -97,6 +97,7 @@ class Actor:
         if not self.needs_whole_step:
             self._add_advantages([taken])
             self._train([taken], stats)
+        finish_work(self.group.device)
         self._update_s += time.monotonic() - started
 
     def step(self, stats: StepMetrics) -> dict[str, float]:
@@ -120,6 +121,7 @@ class Actor:
         self.state.step += 1
         self.batches = []
         self.updates = []
+        finish_work(self.group.device)
         update_s = self._update_s + time.monotonic() - started
         self._update_s = 0.0
         return metrics | {"timing_s/update_actor": update_s}
