@@ -165,8 +165,10 @@ def actor_memory(
     checkpointing: bool,
     on_gpu: bool = True,
     row_tokens: int | None = None,
+    sums_once: bool = False,
 ) -> MemoryEstimate:
-    """The memory of one rank of the trainer. `row_tokens`: those of the longest trajectory, where the data are known."""
+    """The memory of one rank of the trainer. `row_tokens`: those of the longest trajectory, where the data are known. `sums_once`: what
+    `wants_one_sum` says."""
     actors = recipe.roles.actor
     ranks = recipe.trainer.shard_ranks or actors
     lora = recipe.lora
@@ -178,9 +180,12 @@ def actor_memory(
         if lora.rank
         else 0
     )
-    share = (sizes.adapter_parameters(lora) if lora.rank else sizes.num_parameters) / ranks
+    trained = sizes.adapter_parameters(lora) if lora.rank else sizes.num_parameters
+    share = trained / ranks
     weights = frozen / ranks + 4 * share
     states: dict[str, float] = {"weights": weights, "gradients": 4 * share, "moments": moments * share}
+    if sums_once:
+        states["whole gradients"] = 4.0 * trained
     if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference and not lora.rank:
         states["reference policy"] = 4 * share
     if recipe.algorithm.advantage == "gae":
@@ -292,12 +297,13 @@ def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | N
     return actor_memory(sizes, recipe, checkpointing=False).device_bytes > _CHECKPOINTING_FROM * gpu_bytes
 
 
-def wants_one_sum(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None) -> bool:
-    """Whether the ranks sum their gradients once for each update, and not in each micro-batch: where a GPU of this size has room for whole ones."""
-    if recipe.roles.actor == 1 or gpu_bytes is None or recipe.trainer.offload:
+def wants_one_sum(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None, num_processes: int) -> bool:
+    """Whether the ranks sum their gradients once for each update, and not in each micro-batch: where a GPU of this size has room for whole ones.
+
+    Not where it has several processes of the run: the others take the rest of it. By the recipe alone, so that all ranks and `--dry-run` agree.
+    """
+    if recipe.roles.actor == 1 or gpu_bytes is None or num_processes > 1 or recipe.trainer.offload:
         return False
     checkpointing = wants_checkpointing(sizes, recipe, gpu_bytes)
-    whole = 4 * (sizes.adapter_parameters(recipe.lora) if recipe.lora.rank else sizes.num_parameters)
-    return (
-        actor_memory(sizes, recipe, checkpointing=checkpointing).device_bytes + whole < _WHOLE_GRADIENTS_TO * gpu_bytes
-    )
+    need = actor_memory(sizes, recipe, checkpointing=checkpointing, sums_once=True)
+    return need.device_bytes < _WHOLE_GRADIENTS_TO * gpu_bytes

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support import forks
-from support.actors import DEADLINE_S, TESTS
+from support.actors import DEADLINE_S, TESTS, on_two_ranks
 from support.policies import tiny_policy
 
 from headrace.comm.recipe import LoraSettings, ModelSettings, Recipe, RoleSettings, TrainerSettings
@@ -71,17 +71,35 @@ def test_gradients_are_summed_once_for_an_update_where_there_is_room(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings", "gigabytes", "expected"),
+    ("ranks", "settings", "gigabytes", "num_processes", "expected"),
     [
-        (8, {}, 141, True),
-        (8, {}, 80, False),
-        (2, {}, 80, False),
-        (1, {}, 800, False),
-        (8, {}, None, False),
-        (8, {"trainer": TrainerSettings(offload=True)}, 80, False),
-        (2, {"lora": LoraSettings(rank=8)}, 80, True),
+        (8, {}, 141, 1, True),
+        (8, {}, 141, 2, False),
+        (8, {}, 80, 1, False),
+        (2, {}, 80, 1, False),
+        (1, {}, 800, 1, False),
+        (8, {}, None, 1, False),
+        (8, {"trainer": TrainerSettings(offload=True)}, 80, 1, False),
+        (2, {"lora": LoraSettings(rank=8)}, 80, 1, True),
     ],
 )
-def test_whole_gradients_are_kept_where_the_estimate_leaves_room_for_them(ranks, settings, gigabytes, expected):
+def test_whole_gradients_are_kept_where_the_estimate_leaves_room_for_them(
+    ranks, settings, gigabytes, num_processes, expected
+):
     recipe = Recipe(model=ModelSettings(dtype="bfloat16"), roles=RoleSettings(actor=ranks), **settings)
-    assert wants_one_sum(SIZES, recipe, None if gigabytes is None else gigabytes * 1e9) is expected
+    assert wants_one_sum(SIZES, recipe, gigabytes and gigabytes * 1e9, num_processes) is expected
+
+
+DIFFERENT_GPUS = """
+import os
+group.device = torch.device("cuda")
+torch.cuda.mem_get_info = lambda _: (0, [80 << 30, 40 << 30][group.rank])
+os.environ["HEADRACE_GPU_PROCESSES"] = "21"[group.rank]
+assert group.smallest_gpu() == (40 << 30, 2)
+group.device = torch.device("cpu")
+assert group.smallest_gpu() == (None, 1)
+"""
+
+
+def test_ranks_decide_by_the_smallest_of_their_gpus(tmp_path: Path):
+    on_two_ranks(tmp_path, DIFFERENT_GPUS)
