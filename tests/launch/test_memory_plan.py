@@ -65,7 +65,7 @@ def test_whole_gradients_are_planned_where_ranks_sum_them_once(dry_run):
         return next(line for line in text.splitlines() if "moments" in line)
 
     assert "whole gradients 1.976" in actor_line("--gpus=3x80"), "4 bytes for each of 494M parameters"
-    assert "whole gradients" not in actor_line("--gpus=3x24"), "no room"
+    assert "whole gradients" not in actor_line("--gpus=3x14"), "no room"
     assert "whole gradients" not in actor_line("--gpus=2x80", "generator.gpu_share=0.3"), "a GPU has two processes"
 
 
