@@ -16,8 +16,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `model.dtype`."""
 CHUNK_BYTES = 512 << 20
 """One chunk of logits on a GPU (`policy.head`)."""
-_HOST_CHUNK_BYTES = 4 << 20
-"""One chunk of logits on a host without a GPU."""
+_HOST_CHUNK_BYTES = 2 << 20
+"""One chunk of logits on a host without a GPU, where the head's weight is read in parts."""
 PROCESS = "process"
 """The part of host memory that a process takes before it holds anything: Python, torch, and in trainer and rollout transformers."""
 TRANSFORMERS_BYTES = 0.265e9
@@ -125,6 +125,11 @@ class PolicySizes:
     @property
     def num_parameters(self) -> int:
         return self.num_layers * self.layer_parameters + self.other_parameters
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and LM head are one matrix."""
+        return self.other_parameters < 2 * self.vocab * self.hidden
 
     def adapted(self, lora: LoraSettings) -> list[tuple[int, int]]:
         """Inputs and outputs of one layer's modules that have an adapter."""
@@ -242,11 +247,15 @@ def _micro_batch(
     layer = sizes.layer_activations(half=half, trained=trained)
     kept = 4 * sizes.num_layers * sizes.hidden + layer if checkpointing else sizes.num_layers * layer
     work["activations"] = tokens * (kept + 4 * 5 * sizes.hidden)
-    # Two chunks of logits, the weight's gradient, and for bfloat16 a copy of the weight and a product to add.
-    logits = max(CHUNK_BYTES if on_gpu else _HOST_CHUNK_BYTES, 4 * 128 * sizes.vocab)
-    work["LM head"] = 2 * logits + head * (gradients + (2 + gradients if half else 0))
-    if half and not on_gpu:
-        work["LM head"] += 4 * head  # a CPU multiplies in fp32
+    # Two chunks of logits and the weight's gradient.
+    has_parts = not on_gpu and not recipe.generator.exact
+    chunk = CHUNK_BYTES if on_gpu else _HOST_CHUNK_BYTES
+    work["LM head"] = 2 * (chunk if has_parts else max(chunk, 4 * 128 * sizes.vocab)) + head * gradients
+    if half and not has_parts:
+        # A copy of the whole weight and a product to add. A CPU multiplies in fp32.
+        work["LM head"] += head * (2 + gradients + (0 if on_gpu else 4))
+    if trained and sizes.is_tied:  # at the end, without activations, the gradients of both uses and their sum
+        work["LM head"] = max(work["LM head"], 3 * gradients * head - work["activations"])
     return work if on_gpu else work | {"heap fragmentation": _HOLES * sum(work.values())}
 
 
