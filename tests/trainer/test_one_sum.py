@@ -50,6 +50,15 @@ def train_two_steps(sums_once):
         norms.append(train(actor, batches)["actor/grad_norm"])
     return norms, [gather_full(p.detach()) for p in actor.policy.parameters()], len(sums)
 
+def train_after_a_discarded_batch(is_begun):
+    actor_group.wants_one_sum = lambda *_: True
+    actor = actor_of(recipe_of(folder + "/qwen2", **{"batch.prompts_per_step": 8}), group)
+    if is_begun:
+        actor.accumulate(batch_of(9, num_groups=4, total=8, group=group), StepMetrics())
+        actor.discard()
+    return train(actor, [batch_of(0, num_groups=8, total=8, group=group)])["actor/grad_norm"]
+
+assert train_after_a_discarded_batch(True) == train_after_a_discarded_batch(False)
 (norms, weights, many), (own_norms, own_weights, few) = train_two_steps(False), train_two_steps(True)
 assert all(abs(a - b) < 1e-6 * a for a, b in zip(norms, own_norms)), (norms, own_norms)
 assert all((a - b).abs().max() < 1e-6 for a, b in zip(weights, own_weights))
@@ -62,7 +71,7 @@ end_process(0)
 @pytest.mark.parametrize(
     ("size", "shards"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)], ids=["two", "two by two"]
 )
-def test_gradients_are_summed_once_for_an_update_where_there_is_room(tmp_path: Path, size: int, shards: int):
+def test_gradients_are_summed_once_for_an_update_where_there_is_room_and_can_be_discarded(tmp_path: Path, size: int, shards: int):
     tiny_policy(tmp_path, "qwen2")
     ranks = [forks.start(RANK, [TESTS, tmp_path, rank, size, shards]) for rank in range(size)]
     for rank in ranks:

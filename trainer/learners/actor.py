@@ -66,6 +66,8 @@ class Actor:
         self._num_groups = 0
         self._totals = DeviceSums()
         """Of loss and weight since the last update, on this rank."""
+        self._is_summed = True
+        """Whether the ranks have summed all gradients so far."""
         self._update_s = 0.0
 
     @property
@@ -136,7 +138,7 @@ class Actor:
             say(line)
 
     def discard(self) -> None:
-        """Forget the step in progress, because the run ends within it. The updates made so far are kept."""
+        """Forget the step in progress, because the run ends within it. The updates made so far are kept. A collective of all ranks."""
         if self.updates and self.group.is_lead:
             made = f"{len(self.updates)} of the {self._num_updates} updates of step {self.version + 1}"
             print(f"the run ends within a step: the weights include {made}, so a replay will differ", flush=True)
@@ -144,6 +146,7 @@ class Actor:
         self.updates = []
         self._num_groups = 0
         self._totals = DeviceSums()
+        self.sum_gradients()  # FSDP would add those of this rank to the next sum
         self.updater.discard()
         self.start.drop()
         if self.critic is not None:
@@ -185,8 +188,7 @@ class Actor:
         if router_loss is not None:
             stats.add_router_loss(router_loss)
         if needs_gradient:
-            self.group.sum_gradients(self.policy, is_wanted=False)
-            terms.loss.backward()
+            self.add_gradient(terms.loss)
         else:
             self.group.reshard(self.policy)
         self._totals.add(loss=terms.loss.detach(), weight=terms.weight)
@@ -235,16 +237,23 @@ class Actor:
         if self.critic is not None:
             self.critic.update(self.version)
 
+    def add_gradient(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch's loss. Where there is room, the ranks sum theirs later, in `sum_gradients`."""
+        self.group.sum_gradients(self.policy, is_wanted=False)
+        self._is_summed = not self.group.sums_once
+        loss.backward()
+
     def sum_gradients(self) -> None:
-        """Sum over the ranks what micro-batches since the last update have added, by the backward pass of one without rows.
+        """Sum over the ranks what micro-batches since the last time have added, by the backward pass of one without rows; a collective.
 
         It could be part of the last of them, but a rank does not know which one is the last while groups still arrive.
         """
-        if self.group.sums_once:
+        if not self._is_summed:
             self.group.sum_gradients(self.policy, is_wanted=True)
             empty = pack([PADDING_TRAJECTORY], self.version, self.group.device)
             _, terms, _ = self._forward(empty, self.recipe.algorithm)
             terms.loss.backward()
+            self._is_summed = True
 
     def _update_policy(self) -> None:
         self.sum_gradients()
