@@ -71,7 +71,9 @@ end_process(0)
 @pytest.mark.parametrize(
     ("size", "shards"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)], ids=["two", "two by two"]
 )
-def test_gradients_are_summed_once_for_an_update_where_there_is_room_and_can_be_discarded(tmp_path: Path, size: int, shards: int):
+def test_gradients_are_summed_once_for_an_update_where_there_is_room_and_can_be_discarded(
+    tmp_path: Path, size: int, shards: int
+):
     tiny_policy(tmp_path, "qwen2")
     ranks = [forks.start(RANK, [TESTS, tmp_path, rank, size, shards]) for rank in range(size)]
     for rank in ranks:
