@@ -4,6 +4,7 @@ Only rank 0 talks to the hub. It broadcasts the metadata of each batch, and each
 """
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..comm.environment import GPU_PROCESSES
 from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet, Member, StoreFleet, member_name
 from ..comm.links.host import bind_process_groups
@@ -133,12 +135,23 @@ class ActorGroup:
         policy = load_policy(recipe.model.path, "float32", device, shard=prepare)
         if recipe.trainer.compile:
             policy.compile_layers()
-        num_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+        num_bytes, num_processes = self.smallest_gpu()
         sizes = PolicySizes.of(policy.config.to_dict())
         if wants_checkpointing(sizes, recipe, num_bytes):
             policy.checkpoint_activations()
-        self.sums_once = wants_one_sum(sizes, recipe, num_bytes)
+        self.sums_once = wants_one_sum(sizes, recipe, num_bytes, num_processes)
         return policy
+
+    def smallest_gpu(self) -> tuple[float | None, int]:
+        """Bytes of the smallest GPU of a rank, and the most processes of the run on one; None and 1 without GPUs. A collective.
+
+        What follows from them is the same on all ranks, which would wait for each other's collectives forever if it were not.
+        """
+        if self.device.type != "cuda":
+            return None, 1
+        size = float(torch.cuda.mem_get_info(self.device)[1])
+        least, most = self.all_reduce_max([-size, float(os.environ.get(GPU_PROCESSES, "1"))])
+        return -least, int(most)
 
     def shard(self, policy: "Policy", layer_type: torch.dtype | None = None) -> None:
         """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device.
