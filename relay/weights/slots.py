@@ -126,6 +126,13 @@ class VersionSlots:
             self._slot(write.slot)[_VERSION] = -1
             self._unlock(write)
 
+    def keep(self, chosen: StoredVersion | None) -> None:
+        """Give up all versions but one that is complete; it becomes the newest. None gives up all."""
+        self.segment.words[_NEWEST] = 0 if chosen is None else chosen.slot + 1
+        for index in range(self.segment.num_slots):
+            if chosen is None or index != chosen.slot:
+                self._slot(index)[_VERSION] = -1
+
     def pin(self) -> None:
         """Pin the slots for copies from a GPU, once, as long as these slots live."""
         if not self._pinned:

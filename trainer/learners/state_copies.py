@@ -16,11 +16,9 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from ...comm import threads
@@ -32,9 +30,9 @@ from ...comm.host_memory import free_bytes, memory_bytes
 from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from ...comm.waits import waiting
-from ...relay.weights.byte_ranges import join_digests
 from ...relay.weights.slots import StoredVersion, VersionSlots
-from ..checkpoint import TrainingState, mapped
+from ..checkpoint import TrainingState
+from .state_layout import StateLayout
 
 if TYPE_CHECKING:
     from ..actor_group import ActorGroup
@@ -45,9 +43,6 @@ COST_SHARE = 0.01
 FREE_SHARE = 0.1
 """The share of the host's memory that has to stay free beside the copies."""
 FIGURES: tuple[str, ...] = ("checkpoint/memory_s", "checkpoint/memory_stall_s")
-_PIECE_BYTES = 2 << 20
-"""A piece is copied, then its digest is made while it is in the cache. The C library streams pieces of 1 MiB and more."""
-_ALIGNMENT = 64
 _DEADLINE_S = 300.0
 """Of a copy, which takes seconds."""
 _REMEMBERED = 9
@@ -76,62 +71,6 @@ class Pace:
         return max(1, math.ceil(median(self._costs) / (COST_SHARE * median(self._steps))))
 
 
-class Leaf(NamedTuple):
-    """A tensor of the state and its bytes in a slot."""
-
-    tensor: Tensor
-    start: int
-    end: int
-
-    def view(self, buffer: np.ndarray) -> Tensor:
-        """Its place in a slot."""
-        return torch.from_numpy(buffer[self.start : self.end]).view(self.tensor.dtype).reshape(self.tensor.shape)
-
-
-class StateLayout:
-    """The places of a state's tensors on this rank in a slot. A tensor with several names has one place."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.num_bytes = 0
-        self.leaves: list[Leaf] = []
-        """Each tensor once."""
-        self._state = state
-        self._named: dict[str, Leaf] = {}
-        tensors: dict[str, Tensor] = {}
-        mapped(state, lambda name, tensor: tensors.setdefault(name, tensor))
-        starts: dict[tuple[int, int], int] = {}
-        for name, tensor in sorted(tensors.items()):
-            bytes_of_it = (tensor.data_ptr(), tensor.nbytes)
-            is_new = bytes_of_it not in starts
-            start = starts.setdefault(bytes_of_it, self.num_bytes)
-            self._named[name] = Leaf(tensor, start, start + tensor.nbytes)
-            if is_new:
-                self.leaves.append(self._named[name])
-                self.num_bytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        lines = [
-            f"{name} {leaf.tensor.dtype} {[*leaf.tensor.shape]} {leaf.start}" for name, leaf in self._named.items()
-        ]
-        self.fingerprint = xxhash.xxh3_64_intdigest("\n".join(lines).encode()) >> 1
-        """63 bits over names, types, shapes and places."""
-
-    def state_in(self, buffer: np.ndarray, copies: dict[int, Tensor]) -> dict[str, Any]:
-        """The state with the tensors of a slot. `copies` receives each by the address of the bytes of which it is a copy."""
-
-        def view(name: str, tensor: Tensor) -> Tensor:
-            copies[tensor.data_ptr()] = copy = self._named[name].view(buffer)
-            return copy
-
-        return mapped(self._state, view)
-
-    def digest(self, buffer: np.ndarray) -> str:
-        """The digest of a slot, 32 hex digits."""
-        return join_digests(digest for leaf in self.leaves for digest in _digests(buffer[leaf.start : leaf.end]))
-
-    def write(self, buffer: np.ndarray) -> str:
-        """Copy the tensors into a slot; returns its digest."""
-        return join_digests(digest for leaf in self.leaves for digest in _copied(leaf, buffer[leaf.start : leaf.end]))
-
-
 class StateCopies:
     """The copies of one rank."""
 
@@ -153,6 +92,8 @@ class StateCopies:
         self._has_checked = False
         """Whether this process has looked if there is room."""
         self._layout: StateLayout | None = None
+        self._chosen: StoredVersion | None = None
+        """What `newest` has found."""
         self._made: StoredVersion | None = None
         """The copy of the present state, and its layout."""
         self._held: StoredVersion | None = None
@@ -303,33 +244,44 @@ class StateCopies:
     # ---------------------------------------------------------------------------------------------- after a restart
 
     def newest(self, most: int) -> int:
-        """The newest step up to `most` that all ranks hold whole, or -1; a collective."""
-        mine = {stored.version for stored in self._whole(most)}
-        newest = -int(self._group.all_reduce_max([-float(max(mine, default=-1))])[0])
-        is_missing = self._group.all_reduce_max([float(newest not in mine)])[0]
-        return -1 if is_missing else newest
+        """The newest step up to `most` that all ranks hold whole, or -1; a collective. `restore` or `forget` follows."""
+        whole = self._whole(most)
+        mine = next(whole, None)
+        while True:
+            step = -1 if mine is None else mine.version
+            highest, lowest = self._group.all_reduce_max([float(step), -float(step)])
+            if highest == -lowest:
+                self._chosen = mine
+                return step
+            if step > -lowest:
+                mine = next(whole, None)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
-        """Continue from the copy of a step that `newest` found."""
-        stored = self._slots.find(step)
-        assert stored is not None, f"no copy of step {step}"
+        """Continue from the copy of a step that `newest` found, and give up all others: they may be of another history."""
+        stored = self._chosen
+        assert stored is not None and stored.version == step, f"no copy of step {step}"
         state = self._state.state_dict()
         buffer = self._slots.segment.slot(stored.slot)
         for leaf in StateLayout(state).leaves:
             leaf.tensor.copy_(leaf.view(buffer))
         self._state.load_state_dict(state)
         self._newest = step
+        self._slots.keep(stored)
+
+    def forget(self) -> None:
+        """Give up all copies, because the training continues from another state."""
+        self._slots.keep(None)
 
     def _whole(self, most: int) -> Iterator[StoredVersion]:
-        """The copies up to this step that fit the state and have the digest with which they were written."""
+        """The copies up to this step that fit the state and have the digest with which they were written, from the newest on."""
         if not self._slots.fingerprint:
             return
         layout = StateLayout(self._state.state_dict())
         if layout.fingerprint != self._slots.fingerprint:
             say("the copies of the training state in memory are not used: they have other tensors")
             return
-        for stored in self._slots.complete_versions():
+        for stored in reversed(self._slots.complete_versions()):
             if stored.version > most:
                 continue
             if layout.digest(self._slots.segment.slot(stored.slot)) == stored.digest:
@@ -338,18 +290,3 @@ class StateCopies:
                 say(
                     f"the copy of the training state after step {stored.version} is not used: its digest is another one"
                 )
-
-
-def _digests(part: np.ndarray) -> Iterator[bytes]:
-    for at in range(0, part.nbytes, _PIECE_BYTES):
-        yield xxhash.xxh3_64_digest(part[at : at + _PIECE_BYTES].data)
-
-
-def _copied(leaf: Leaf, into: np.ndarray) -> Iterator[bytes]:
-    """Copy a tensor to its place, unless it comes from a GPU and is there; the digests of its pieces."""
-    source = into if leaf.tensor.is_cuda else leaf.tensor.reshape(-1).view(torch.uint8).numpy()
-    for at in range(0, into.nbytes, _PIECE_BYTES):
-        piece = source[at : at + _PIECE_BYTES]
-        if source is not into:
-            into[at : at + _PIECE_BYTES] = piece
-        yield xxhash.xxh3_64_digest(piece.data)

@@ -17,7 +17,8 @@ from headrace.trainer.checkpoint import TrainingState
 from headrace.trainer.learners import state_copies
 from headrace.trainer.learners.actor import Actor
 from headrace.trainer.learners.optimizer import Update
-from headrace.trainer.learners.state_copies import COST_SHARE, Pace, StateCopies, StateLayout
+from headrace.trainer.learners.state_copies import COST_SHARE, Pace, StateCopies
+from headrace.trainer.learners.state_layout import StateLayout
 
 CRITIC = {"algorithm__advantage": "gae", "critic__warmup_steps": 3}
 SETTINGS = [{}, {"lora__rank": 2}, CRITIC, {"batch__updates_per_version": 2, "batch__prompts_per_step": 4}]
@@ -159,6 +160,31 @@ def test_a_damaged_copy_is_not_used_and_neither_is_one_that_is_newer_than_the_hu
     segment.slot(1)[-100] ^= 1  # the second copy
     assert copies.newest(2) == 1
     assert "the copy of the training state after step 2 is not used: its digest is another" in capsys.readouterr().out
+
+
+def test_a_trainer_that_continues_from_a_copy_or_a_checkpoint_gives_up_all_other_copies(
+    policy_dir: Path, segment: Segment
+):
+    recipe = recipe_of(policy_dir)
+    actor, successor = actor_of(recipe), actor_of(recipe)
+    with_copies(actor, segment)
+    steps(actor, 2)
+    wait(actor)
+    segment.slot(1)[-100] ^= 1  # the second copy
+    copies = with_copies(successor, segment)
+    assert copies.newest(9) == 1
+    copies.restore(1)
+    steps(successor, 1)
+    wait(successor)
+    last = actor_of(recipe)
+    copies = with_copies(last, segment)
+    assert copies.newest(9) == 2
+    copies.restore(2)
+    for ours, theirs in zip(last.policy.parameters(), successor.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert copies.newest(1) == -1, "the copies of another history are no more"
+    copies.forget()
+    assert copies.newest(9) == -1
 
 
 def test_the_copies_of_another_policy_are_not_used(
