@@ -36,7 +36,7 @@ from .alarms.balance import Balance, layout_of
 from .alarms.collapse import CollapseWatch
 from .alarms.cut_responses import CutResponses
 from .algorithms.objective import has_gradient
-from .checkpoint import CheckpointWriter
+from .checkpoint import CHECKPOINT_PERIOD_S, CheckpointWriter
 from .learners.base import Learner, open_learner
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .progress import behind_line, progress
@@ -46,8 +46,6 @@ from .step_metrics import StepMetrics
 
 _CHECKPOINTS_WITH_ROWS = 2
 """Number of the newest checkpoints after which rows are kept: if the last one is damaged, training resumes from the one before."""
-CHECKPOINT_PERIOD_S = 1800.0
-"""Seconds between two checkpoints where `checkpoint.every` is null."""
 
 
 class Trainer:

@@ -70,7 +70,7 @@ class VersionSlots:
         """Allocate the slots for a layout; does nothing for the same layout again. Raises `WrongDigest` for another."""
         if self.fingerprint not in (0, fingerprint):
             raise WrongDigest(
-                "the relay holds weights of another layout: is `model.path` or `model.dtype` not the same?"
+                "the memory has slots of another layout: is `model.path` or `model.dtype` not the same as before?"
             )
         if not self.fingerprint:
             self.segment.allocate(self._num_slots, num_bytes)
@@ -132,6 +132,13 @@ class VersionSlots:
         for index in range(self.segment.num_slots):
             if chosen is None or index != chosen.slot:
                 self._slot(index)[_VERSION] = -1
+
+    def free(self) -> None:
+        """Give up all versions, and give their memory back to the host. Nothing may read or write them meanwhile."""
+        self.keep(None)
+        self.segment.words[_LAYOUT] = 0
+        self._pinned = []
+        self.segment.free()
 
     def pin(self) -> None:
         """Pin the slots for copies from a GPU, once, as long as these slots live."""

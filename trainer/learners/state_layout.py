@@ -3,7 +3,7 @@
 `state_copies.py` says what the slots are for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,9 +70,11 @@ class StateLayout:
         """The digest of a slot, 32 hex digits."""
         return join_digests(digest for leaf in self.leaves for digest in _digests(buffer[leaf.start : leaf.end]))
 
-    def write(self, buffer: np.ndarray) -> str:
-        """Copy the tensors into a slot; returns its digest."""
-        return join_digests(digest for leaf in self.leaves for digest in _copied(leaf, buffer[leaf.start : leaf.end]))
+    def write(self, buffer: np.ndarray, check: Callable[[], None]) -> str:
+        """Copy the tensors into a slot; returns its digest. `check` is called before each piece, and may raise an error."""
+        return join_digests(
+            digest for leaf in self.leaves for digest in _copied(leaf, buffer[leaf.start : leaf.end], check)
+        )
 
 
 def _digests(part: np.ndarray) -> Iterator[bytes]:
@@ -80,10 +82,11 @@ def _digests(part: np.ndarray) -> Iterator[bytes]:
         yield xxhash.xxh3_64_digest(part[at : at + _PIECE_BYTES].data)
 
 
-def _copied(leaf: Leaf, into: np.ndarray) -> Iterator[bytes]:
+def _copied(leaf: Leaf, into: np.ndarray, check: Callable[[], None]) -> Iterator[bytes]:
     """Copy a tensor to its place, unless it comes from a GPU and is there; the digests of its pieces."""
     source = into if leaf.tensor.is_cuda else leaf.tensor.reshape(-1).view(torch.uint8).numpy()
     for at in range(0, into.nbytes, _PIECE_BYTES):
+        check()
         piece = source[at : at + _PIECE_BYTES]
         if source is not into:
             into[at : at + _PIECE_BYTES] = piece

@@ -174,3 +174,13 @@ def test_a_version_that_is_kept_is_the_newest_and_the_others_are_given_up(versio
     assert version_slots.complete_versions() == [] and version_slots.newest() is None
     put(version_slots, 2)
     assert version_slots.newest() == 2
+
+
+def test_freed_slots_can_be_prepared_again(version_slots):
+    put(version_slots, 4)
+    version_slots.free()
+    assert version_slots.fingerprint == 0 and version_slots.newest() is None
+    version_slots.prepare(NUM_BYTES, fingerprint=12)
+    assert version_slots.newest() is None
+    put(version_slots, 1)
+    assert version_slots.newest() == 1
