@@ -159,3 +159,4 @@ def test_a_mapping_is_populated_from_its_start_since_pages_may_be_larger_than_th
     monkeypatch.setattr(shared_memory, "_populate", populated.append)
     first = segment.slot(0)
     assert [first.ctypes.data - memory.ctypes.data for memory in populated] == [shared_memory.HEADER_BYTES]
+    populated.clear()  # it holds the mapping

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...comm import threads
 from ...comm.disk import say
-from ...comm.environment import SEGMENT_FD
+from ...comm.environment import LACKS_MEMORY, SEGMENT_FD
 from ...comm.fleet import Fleet
 from ...comm.host_memory import free_bytes, held_by, memory_bytes
 from ...comm.shared_memory import Segment
@@ -155,7 +155,10 @@ class StateCopies:
         if SEGMENT_FD not in os.environ:
             return None
         here = [member for member in fleet.members("actor") if member.host == fleet.me.host]
-        return StateCopies(Segment.inherited(), state, group, max(1, len(here)))
+        copies = StateCopies(Segment.inherited(), state, group, max(1, len(here)))
+        if LACKS_MEMORY in os.environ:
+            copies._fail("the kernel has killed the process before for memory")
+        return copies
 
     # ------------------------------------------------------------------------------------------ while training goes on
 

@@ -11,6 +11,7 @@ from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 
+from headrace.comm.shared_memory import Segment
 from headrace.trainer.learners.builtin import ActorLearner
 from headrace.trainer.learners.state_copies import StateCopies
 from headrace.trainer.policy.adapter_files import keep_start

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 
 from headrace.comm.host_memory import HeldMemory
@@ -247,6 +248,27 @@ def test_a_trainer_that_is_started_again_where_the_room_is_gone_gives_the_copies
     leave(monkeypatch, 10_000, growth=1 << 30)
     steps(actor, 1)
     assert segment.held_bytes < 20_000 and with_copies(successor, segment).newest(9) == -1
+
+
+def test_a_trainer_whose_predecessor_was_killed_for_memory_gives_the_copies_back_before_its_first_step(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    actor, successor = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
+    with_copies(actor, segment)
+    steps(actor, 1)
+    wait(actor)
+    monkeypatch.setattr(Segment, "inherited", lambda: Segment.open(segment.path))
+    monkeypatch.setenv("HEADRACE_SEGMENT_FD", "1")
+    monkeypatch.setenv("HEADRACE_LACKS_MEMORY", "1")
+    fleet = MemoryFleet.join_network(MemoryNetwork(), "actor", 0)
+    copies = StateCopies.of_supervisor(fleet, successor.state, successor.group)
+    assert copies is not None and "the kernel has killed the process before for memory" in capsys.readouterr().out
+    at_end(copies.close)
+    copies.restore(copies.newest(9))
+    assert successor.version == 1 and segment.held_bytes < 20_000
+    successor.copies = copies
+    steps(successor, 2)
+    assert segment.held_bytes < 20_000 and copies.hold({}) is None
 
 
 def test_memory_that_a_checkpoint_is_written_from_is_given_back_once_it_is_written(policy_dir: Path, segment: Segment):
