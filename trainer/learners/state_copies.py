@@ -88,7 +88,7 @@ class _Copy:
         self.busy = busy
         """Slots that are not written."""
         self.is_prepared = threading.Event()
-        """The memory is there, or the thread has failed."""
+        """The memory is there, or the thread has ended."""
         self.stored: StoredVersion | None = None
         """Set once it is whole."""
         self.cpu_s = 0.0
@@ -295,7 +295,10 @@ class StateCopies:
             return
         self._is_freed = True
         self._made = None
-        self._slots.free()
+        try:
+            self._slots.free()
+        except OSError as error:
+            say(f"the memory of the copies of the training state is not given back: {error}")
 
     # ------------------------------------------------------------------------------------------------- in the thread
 
