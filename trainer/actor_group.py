@@ -53,7 +53,7 @@ class ActorGroup:
         """The trainer's incarnation, which is rank 0's."""
         self.sums_once = False
         """Whether gradients of the policy are summed over the ranks for each update alone, and not in each micro-batch."""
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._settings = settings or TrainerSettings()
         self._is_connected = False
         self._is_closed = threading.Event()
@@ -95,19 +95,19 @@ class ActorGroup:
         if self.device.type == "cuda":
             # A device mesh would choose a GPU by torchrun's LOCAL_RANK, though this process sees its own GPU alone.
             torch.cuda.set_device(self.device)
-        with waiting("the other actor ranks", "their process group", self._deadline_s):
+        with waiting("the other actor ranks", "their process group", self.deadline_s):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 store=store,
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=self._deadline_s + _SLACK_S),
+                timeout=timedelta(seconds=self.deadline_s + _SLACK_S),
             )
         self._is_connected = True
 
     def clone_for_thread(self) -> "ThreadGroup | None":
         """A second group of the same ranks, for the collectives of a thread of each; None for a single rank."""
-        return ThreadGroup(self.rank, self.size, self._deadline_s + _SLACK_S) if self.size > 1 else None
+        return ThreadGroup(self.rank, self.size, self.deadline_s + _SLACK_S) if self.size > 1 else None
 
     @property
     def is_lead(self) -> bool:

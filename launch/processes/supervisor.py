@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ...comm.environment import (
     GPU_PROCESSES,
+    LACKS_MEMORY,
     RUN_ID,
     SEGMENT_FD,
     STORE,
@@ -158,6 +159,8 @@ class Supervisor:
     failed_starts: dict[str, list[float]] = field(default_factory=dict)
     """When each of them could not be started; empty once it has been."""
     kills: MemoryKills = field(default_factory=MemoryKills)
+    lacks_memory: bool = False
+    """Whether the kernel has killed the role's process for memory."""
     folder: FolderWatch = field(init=False)
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Tells the hub, when it is started again, the journal of this start from that of an earlier one."""
@@ -272,6 +275,8 @@ class Supervisor:
             if self.segment is not None:
                 environment[SEGMENT_FD] = str(self.segment)
                 pass_fds = (self.segment,)
+            if self.lacks_memory:
+                environment[LACKS_MEMORY] = "1"
         elif name == "store":
             environment["HEADRACE_SECRET"] = read_secret(Path(self.recipe.run.dir)).decode()
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
@@ -308,6 +313,7 @@ class Supervisor:
         """How a child ended, and whether that says why: its log says nothing about a kill by the kernel."""
         role = self.placement.role if child.name == self.placement.name else child.name
         cause = self.kills.explain(child.name, role) if code == -signal.SIGKILL else ""
+        self.lacks_memory |= bool(cause) and child.name == self.placement.name
         if code == MEMORY_FULL_EXIT:
             cause = f"{child.name}{child.last_line()}"
         return cause or describe_exit(child.name, code), bool(cause)

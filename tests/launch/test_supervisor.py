@@ -223,6 +223,7 @@ def test_a_process_that_the_kernel_killed_for_memory_is_reported_as_that(supervi
     assert by_hand.startswith("headrace: actor-0 was ended by SIGKILL and is started again")
     words = r"headrace: actor-0 was killed by the kernel for memory: it held \d+ MB of this host's [\d.]+ GB; set a smaller "
     assert re.match(words + r"optimizer\.micro_tokens.*; it is started again$", by_kernel), errors
+    assert len(running.events("actor-0 lacks memory")) == 1, "the third process, which does without copies"
 
 
 def test_what_takes_less_memory_is_named_by_settings_that_exist():

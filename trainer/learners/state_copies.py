@@ -5,7 +5,8 @@ again continues from the newest step that all ranks hold whole. Two slots take t
 leaves the copy before.
 
 Nothing of the state changes between two steps until the first update. So a thread copies meanwhile, and the update waits for it.
-The copies are as frequent as their cost allows (`Pace`).
+It does not wait while the thread still prepares the memory, which takes minutes for a large state. The copies are as frequent as
+their cost allows (`Pace`). Whatever goes wrong with them, training continues without.
 """
 
 import math
@@ -13,28 +14,25 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from ...comm import threads
 from ...comm.disk import say
-from ...comm.environment import SEGMENT_FD
-from ...comm.errors import HeadraceError
+from ...comm.environment import LACKS_MEMORY, SEGMENT_FD
 from ...comm.fleet import Fleet
-from ...comm.host_memory import free_bytes, memory_bytes
+from ...comm.host_memory import free_bytes, held_by, memory_bytes
 from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from ...comm.waits import waiting
-from ...relay.weights.byte_ranges import join_digests
 from ...relay.weights.slots import StoredVersion, VersionSlots
-from ..checkpoint import TrainingState, mapped
+from ..checkpoint import CHECKPOINT_PERIOD_S, TrainingState
+from .state_layout import StateLayout
 
 if TYPE_CHECKING:
     from ..actor_group import ActorGroup
@@ -45,17 +43,16 @@ COST_SHARE = 0.01
 FREE_SHARE = 0.1
 """The share of the host's memory that has to stay free beside the copies."""
 FIGURES: tuple[str, ...] = ("checkpoint/memory_s", "checkpoint/memory_stall_s")
-_PIECE_BYTES = 2 << 20
-"""A piece is copied, then its digest is made while it is in the cache. The C library streams pieces of 1 MiB and more."""
-_ALIGNMENT = 64
 _DEADLINE_S = 300.0
-"""Of a copy, which takes seconds."""
+"""Of a copy, which takes seconds. One that takes longer than this or `comm.deadline_s` is given up."""
+_PREPARATION_S = 1.0
+"""How long an update waits for memory that is being prepared. It is enough for a small state."""
 _REMEMBERED = 9
 """Copies and steps of which the medians are taken."""
 
 
 class Pace:
-    """The number of steps from one copy to the next, by the median costs of the last ones."""
+    """The number of steps from one copy to the next, by the median costs of the last ones; no more than pass between two checkpoints."""
 
     def __init__(self, num_cores: int) -> None:
         self._num_cores = num_cores
@@ -73,63 +70,47 @@ class Pace:
     def steps(self) -> int:
         if not (self._steps and self._costs):
             return 1
-        return max(1, math.ceil(median(self._costs) / (COST_SHARE * median(self._steps))))
+        step_s = median(self._steps)
+        affordable = math.ceil(median(self._costs) / (COST_SHARE * step_s))
+        return max(1, min(affordable, int(CHECKPOINT_PERIOD_S / step_s)))
 
 
-class Leaf(NamedTuple):
-    """A tensor of the state and its bytes in a slot."""
-
-    tensor: Tensor
-    start: int
-    end: int
-
-    def view(self, buffer: np.ndarray) -> Tensor:
-        """Its place in a slot."""
-        return torch.from_numpy(buffer[self.start : self.end]).view(self.tensor.dtype).reshape(self.tensor.shape)
+class _GivenUp(Exception):
+    """The training did not wait for a copy any longer."""
 
 
-class StateLayout:
-    """The places of a state's tensors on this rank in a slot. A tensor with several names has one place."""
+class _Copy:
+    """A copy that a thread makes. It counts only if it is whole before it is given up."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.num_bytes = 0
-        self.leaves: list[Leaf] = []
-        """Each tensor once."""
-        self._state = state
-        self._named: dict[str, Leaf] = {}
-        tensors: dict[str, Tensor] = {}
-        mapped(state, lambda name, tensor: tensors.setdefault(name, tensor))
-        starts: dict[tuple[int, int], int] = {}
-        for name, tensor in sorted(tensors.items()):
-            bytes_of_it = (tensor.data_ptr(), tensor.nbytes)
-            is_new = bytes_of_it not in starts
-            start = starts.setdefault(bytes_of_it, self.num_bytes)
-            self._named[name] = Leaf(tensor, start, start + tensor.nbytes)
-            if is_new:
-                self.leaves.append(self._named[name])
-                self.num_bytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        lines = [
-            f"{name} {leaf.tensor.dtype} {[*leaf.tensor.shape]} {leaf.start}" for name, leaf in self._named.items()
-        ]
-        self.fingerprint = xxhash.xxh3_64_intdigest("\n".join(lines).encode()) >> 1
-        """63 bits over names, types, shapes and places."""
+    def __init__(self, layout: StateLayout, step: int, busy: tuple[int, ...] = ()) -> None:
+        self.layout = layout
+        self.step = step
+        self.busy = busy
+        """Slots that are not written."""
+        self.is_prepared = threading.Event()
+        """The memory is there, or the thread has ended."""
+        self.stored: StoredVersion | None = None
+        """Set once it is whole."""
+        self.cpu_s = 0.0
+        self._lock = threading.Lock()
+        self._is_given_up = False
 
-    def state_in(self, buffer: np.ndarray, copies: dict[int, Tensor]) -> dict[str, Any]:
-        """The state with the tensors of a slot. `copies` receives each by the address of the bytes of which it is a copy."""
+    def check(self) -> None:
+        """Raise `_GivenUp` if it was given up."""
+        if self._is_given_up:
+            raise _GivenUp
 
-        def view(name: str, tensor: Tensor) -> Tensor:
-            copies[tensor.data_ptr()] = copy = self._named[name].view(buffer)
-            return copy
+    def give_up(self) -> None:
+        """Have the thread end, unless the copy is whole."""
+        with self._lock:
+            self._is_given_up = self.stored is None
 
-        return mapped(self._state, view)
-
-    def digest(self, buffer: np.ndarray) -> str:
-        """The digest of a slot, 32 hex digits."""
-        return join_digests(digest for leaf in self.leaves for digest in _digests(buffer[leaf.start : leaf.end]))
-
-    def write(self, buffer: np.ndarray) -> str:
-        """Copy the tensors into a slot; returns its digest."""
-        return join_digests(digest for leaf in self.leaves for digest in _copied(leaf, buffer[leaf.start : leaf.end]))
+    def complete(self, write: StoredVersion, commit: Callable[[], None]) -> None:
+        """Make it count by calling `commit`. Raises `_GivenUp` if it is too late."""
+        with self._lock:
+            self.check()
+            commit()
+            self.stored = write
 
 
 class StateCopies:
@@ -142,24 +123,30 @@ class StateCopies:
         self._state = state
         self._group = group
         self._num_here = num_here
+        self._deadline_s = min(_DEADLINE_S, group.deadline_s)
+        self._copy: _Copy | None = None
+        """The copy in progress."""
         self._thread: threading.Thread | None = None
+        """Of the last copy. If that was given up, the thread may still prepare the memory."""
         self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
         self._is_off = False
-        """The memory is too small on a host, so all ranks do without."""
+        """All ranks do without."""
         self._has_failed = False
-        """This rank makes no more copies; the others do not know."""
+        """This rank makes no more copies; the others learn of it after the step."""
+        self._is_freed = False
         self._newest = -1
         """The step of the last copy that was begun."""
         self._has_checked = False
         """Whether this process has looked if there is room."""
         self._layout: StateLayout | None = None
+        self._chosen: StoredVersion | None = None
+        """What `newest` has found."""
         self._made: StoredVersion | None = None
         """The copy of the present state, and its layout."""
-        self._held: StoredVersion | None = None
-        """The copy that a checkpoint is written from, which stays as it is."""
+        self._held: set[StoredVersion] = set()
+        """The copy that a checkpoint is written from, which stays as it is. Another thread may release it at any moment."""
         self._ended_at: float | None = None
         self._begin_s = 0.0
-        self._cpu_s = 0.0
         self._figures = dict.fromkeys(FIGURES, 0.0)
 
     @staticmethod
@@ -168,7 +155,10 @@ class StateCopies:
         if SEGMENT_FD not in os.environ:
             return None
         here = [member for member in fleet.members("actor") if member.host == fleet.me.host]
-        return StateCopies(Segment.inherited(), state, group, max(1, len(here)))
+        copies = StateCopies(Segment.inherited(), state, group, max(1, len(here)))
+        if LACKS_MEMORY in os.environ:
+            copies._fail("the kernel has killed the process before for memory")
+        return copies
 
     # ------------------------------------------------------------------------------------------ while training goes on
 
@@ -178,14 +168,18 @@ class StateCopies:
         if self._ended_at is not None:
             self.pace.add_step(now - self._ended_at)
         self._ended_at = now
+        if not self._is_off:
+            newest = self._slots.newest_stored()
+            # The other copy is the newest, and is not given up for one that is not whole yet.
+            is_full = newest is not None and any(held.slot != newest.slot for held in tuple(self._held))
+            has_to_wait = is_full or self._is_preparing
+            mine = [float(self.pace.steps), float(has_to_wait), float(self._has_failed)]
+            every, has_to_wait, has_failed = self._group.all_reduce_max(mine)
+            self._is_off = bool(has_failed)
+            if not self._is_off and not has_to_wait and self._state.step - self._newest >= every:
+                self._begin()
         if self._is_off:
-            return
-        newest = self._slots.newest_stored()
-        # The other copy is the newest, and is not given up for one that is not whole yet.
-        is_full = self._held is not None and newest is not None and newest.slot != self._held.slot
-        every, is_full = self._group.all_reduce_max([float(self.pace.steps), float(is_full)])
-        if not is_full and self._state.step - self._newest >= every:
-            self._begin()
+            self._free()
 
     def before_update(self) -> None:
         """Wait for the copy in progress, since the state is about to change."""
@@ -193,19 +187,25 @@ class StateCopies:
         self._made = None
 
     def finish(self) -> None:
-        """Wait for the copy in progress."""
-        if self._thread is None:
+        """Wait for the copy in progress. It is given up if it takes too long, or if its memory is not there yet."""
+        if self._copy is None or self._thread is None:
             return
+        copy, self._copy = self._copy, None
         started = time.monotonic()
-        if self._thread.is_alive():
-            with waiting("memory", "the copy of the training state", _DEADLINE_S) as wait:
+        with waiting("memory", "the copy of the training state", self._deadline_s) as wait:
+            is_prepared = copy.is_prepared.wait(min(_PREPARATION_S, wait.remaining_s))
+            prepared_at = time.monotonic()
+            if is_prepared:
                 self._thread.join(wait.remaining_s)
-                if self._thread.is_alive():
-                    wait.check()
-        self._thread = None
-        stall_s = self._begin_s + time.monotonic() - started
-        self.pace.add_copy(self._begin_s + self._cpu_s, stall_s)
-        for name, seconds in zip(FIGURES, (self._begin_s + self._cpu_s, stall_s), strict=True):
+        copy.give_up()
+        ended = time.monotonic()
+        self._made = copy.stored
+        if copy.stored is not None:
+            # What is done once per process says nothing about the copies that follow.
+            self.pace.add_copy(self._begin_s + copy.cpu_s, self._begin_s + ended - prepared_at)
+        elif is_prepared and self._thread.is_alive():
+            self._fail(f"one has taken longer than {self._deadline_s:.0f} s")
+        for name, seconds in zip(FIGURES, (self._begin_s + copy.cpu_s, self._begin_s + ended - started), strict=True):
             self._figures[name] += seconds
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class StateCopies:
 
         copies: receives the copy of each tensor by the address of its bytes.
         """
-        self._held = None
+        self._held.clear()
         if self._is_off:
             return None
         self.finish()
@@ -233,35 +233,48 @@ class StateCopies:
             self.finish()
         if self._layout is None or self._made is None:
             return None
-        self._held = self._made
+        self._held.add(self._made)
         return self._layout.state_in(self._slots.segment.slot(self._made.slot), copies), self._made
 
     def release(self, held: StoredVersion) -> None:
         """Let a copy be overwritten that `hold` gave."""
-        if self._held is held:
-            self._held = None
+        self._held.discard(held)
+
+    @property
+    def _is_preparing(self) -> bool:
+        """Whether the thread of a copy that was given up is still at work."""
+        return self._copy is None and self._thread is not None and self._thread.is_alive()
 
     def _begin(self) -> None:
         """Begin a copy of the present state, if there is room."""
         self.finish()
         started = time.monotonic()
-        self._layout = layout = StateLayout(self._state.state_dict())
+        layout = StateLayout(self._state.state_dict())
         if not self._has_room(layout.num_bytes):
+            return
+        self._newest = self._state.step
+        self._made = None
+        if self._has_failed or self._is_preparing:
             return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        self._newest = self._state.step
-        self._made = None
-        self._thread = threads.new_thread(partial(self._copy, layout, self._newest), "copy of the state")
+        self._layout = layout
+        self._copy = _Copy(layout, self._newest, tuple(held.slot for held in tuple(self._held)))
+        self._thread = threads.new_thread(partial(self._run, self._copy), "copy of the state")
         self._thread.start()
         self._begin_s = time.monotonic() - started
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Whether all ranks' hosts have the memory, which is looked at once; a collective."""
+        """Whether all ranks' hosts have the memory. Each process looks once, after its first step; a collective.
+
+        This is between two steps, when processes hold little. Each rank may need as much again as it has held at its peak.
+        """
         if not self._has_checked:
             self._has_checked = True
-            wanted = 0 if self._slots.fingerprint else NUM_COPIES * num_bytes * self._num_here
-            lacking = wanted + FREE_SHARE * memory_bytes() - free_bytes() if wanted else 0.0
+            process = held_by(os.getpid())
+            growth = process.most_resident - process.resident
+            wanted = NUM_COPIES * num_bytes - self._slots.segment.held_bytes + growth
+            lacking = wanted * self._num_here + FREE_SHARE * memory_bytes() - free_bytes()
             most = self._group.all_reduce_max([lacking])[0]
             self._is_off = most > 0
             if self._is_off and self._group.is_lead:
@@ -271,65 +284,103 @@ class StateCopies:
                 )
         return not self._is_off
 
-    def _copy(self, layout: StateLayout, step: int) -> None:
-        self._cpu_s = 0.0
-        if self._has_failed:
-            return
-        try:
-            self._slots.prepare(layout.num_bytes, layout.fingerprint)
-            started = time.thread_time()
-            self._made = self._write(layout, step)
-            self._cpu_s = time.thread_time() - started
-        except (OSError, ValueError, MemoryError, HeadraceError) as error:
-            self._has_failed = True
-            say(f"no more copies of the training state are made in memory: {error}")
+    def _fail(self, why: str) -> None:
+        self._has_failed = True
+        say(f"no more copies of the training state are made in memory: {why}")
 
-    def _write(self, layout: StateLayout, step: int) -> StoredVersion | None:
-        write = self._slots.begin(step, busy=() if self._held is None else (self._held.slot,))
+    def _free(self) -> None:
+        """Give the memory back, once no thread uses it."""
+        self.finish()
+        if self._is_freed or self._held or self._is_preparing:
+            return
+        self._is_freed = True
+        self._made = None
+        try:
+            self._slots.free()
+        except OSError as error:
+            say(f"the memory of the copies of the training state is not given back: {error}")
+
+    # ------------------------------------------------------------------------------------------------- in the thread
+
+    def _run(self, copy: _Copy) -> None:
+        try:
+            self._slots.prepare(copy.layout.num_bytes, copy.layout.fingerprint)
+            if self._stream is not None:
+                self._slots.pin()
+            copy.is_prepared.set()
+            copy.check()
+            started = time.thread_time()
+            self._write(copy)
+            copy.cpu_s = time.thread_time() - started
+        except _GivenUp:
+            pass
+        except Exception as error:  # noqa: BLE001 - training continues without copies
+            self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            copy.is_prepared.set()
+
+    def _write(self, copy: _Copy) -> None:
+        write = self._slots.begin(copy.step, busy=copy.busy)
         if write is None:
-            return None
+            say(f"the training state after step {copy.step} is not copied in memory: another process reads the copies")
+            return
         buffer = self._slots.segment.slot(write.slot)
         if self._stream is not None:
-            self._slots.pin()
             with torch.cuda.stream(self._stream):
-                for leaf in layout.leaves:
+                for leaf in copy.layout.leaves:
                     if leaf.tensor.is_cuda:
                         leaf.view(buffer).copy_(leaf.tensor, non_blocking=True)
             self._stream.synchronize()
-        failpoint("copy", step=step)
-        self._slots.commit(write, layout.write(buffer))
-        return write
+        failpoint("copy", step=copy.step)
+        digest = copy.layout.write(buffer, copy.check)
+        copy.complete(write, partial(self._slots.commit, write, digest))
 
     # ---------------------------------------------------------------------------------------------- after a restart
 
     def newest(self, most: int) -> int:
-        """The newest step up to `most` that all ranks hold whole, or -1; a collective."""
-        mine = {stored.version for stored in self._whole(most)}
-        newest = -int(self._group.all_reduce_max([-float(max(mine, default=-1))])[0])
-        is_missing = self._group.all_reduce_max([float(newest not in mine)])[0]
-        return -1 if is_missing else newest
+        """The newest step up to `most` that all ranks hold whole, or -1; a collective. `restore` or `forget` follows."""
+        whole = self._whole(most)
+        mine = next(whole, None)
+        while True:
+            step = -1 if mine is None else mine.version
+            highest, lowest = self._group.all_reduce_max([float(step), -float(step)])
+            if highest == -lowest:
+                self._chosen = mine
+                return step
+            if step > -lowest:
+                mine = next(whole, None)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
-        """Continue from the copy of a step that `newest` found."""
-        stored = self._slots.find(step)
-        assert stored is not None, f"no copy of step {step}"
+        """Continue from the copy of a step that `newest` found, and give up all others: they may be of another history."""
+        stored = self._chosen
+        assert stored is not None and stored.version == step, f"no copy of step {step}"
         state = self._state.state_dict()
         buffer = self._slots.segment.slot(stored.slot)
         for leaf in StateLayout(state).leaves:
             leaf.tensor.copy_(leaf.view(buffer))
         self._state.load_state_dict(state)
         self._newest = step
+        self._keep(stored)
+
+    def forget(self) -> None:
+        """Give up all copies, because the training continues from another state."""
+        self._keep(None)
+
+    def _keep(self, chosen: StoredVersion | None) -> None:
+        self._slots.keep(chosen)
+        if self._has_failed:
+            self._free()
 
     def _whole(self, most: int) -> Iterator[StoredVersion]:
-        """The copies up to this step that fit the state and have the digest with which they were written."""
+        """The copies up to this step that fit the state and have the digest with which they were written, from the newest on."""
         if not self._slots.fingerprint:
             return
         layout = StateLayout(self._state.state_dict())
         if layout.fingerprint != self._slots.fingerprint:
             say("the copies of the training state in memory are not used: they have other tensors")
             return
-        for stored in self._slots.complete_versions():
+        for stored in reversed(self._slots.complete_versions()):
             if stored.version > most:
                 continue
             if layout.digest(self._slots.segment.slot(stored.slot)) == stored.digest:
@@ -338,18 +389,3 @@ class StateCopies:
                 say(
                     f"the copy of the training state after step {stored.version} is not used: its digest is another one"
                 )
-
-
-def _digests(part: np.ndarray) -> Iterator[bytes]:
-    for at in range(0, part.nbytes, _PIECE_BYTES):
-        yield xxhash.xxh3_64_digest(part[at : at + _PIECE_BYTES].data)
-
-
-def _copied(leaf: Leaf, into: np.ndarray) -> Iterator[bytes]:
-    """Copy a tensor to its place, unless it comes from a GPU and is there; the digests of its pieces."""
-    source = into if leaf.tensor.is_cuda else leaf.tensor.reshape(-1).view(torch.uint8).numpy()
-    for at in range(0, into.nbytes, _PIECE_BYTES):
-        piece = source[at : at + _PIECE_BYTES]
-        if source is not into:
-            into[at : at + _PIECE_BYTES] = piece
-        yield xxhash.xxh3_64_digest(piece.data)
