@@ -5,8 +5,7 @@ continue and their own branch, merged by the log-sum-exps of the parts, in place
 branch's queries over the gathered keys of its whole row, by the kernels of packed rows.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,21 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import AttentionSpec, band, masked_attention, takes_varlen, varlen_attention
+from .attention import (
+    AttentionSpec,
+    fused_attention,
+    fused_attention_backward,
+    masked_attention,
+    takes_varlen,
+    varlen_attention,
+    wide_of,
+)
 from .device import to_device
 from .length_classes import length_classes
 from .prefix_tree import Branch, PrefixTree, Stem
-
-# Two private operators of PyTorch take part on a CPU: public ones do not give the log-sum-exp. Written for the schemas of PyTorch 2.13;
-# a test holds their results to formulas, so that another version which changes them is noticed.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-_FEW_KEYS = 128
-"""On a CPU so many keys, or fewer, take plain products: PyTorch's fused kernel needs up to five times as long for them."""
-_LOG2_E = 1 / math.log(2)
-_SCORES = 1 << 17
-"""Scores that plain products make at a time, for each key head: they stay in the cache."""
 
 
 class TreeAttention:
@@ -151,16 +147,17 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention, scale: float) -> Tensor:
         classes, inverse = plan.own
-        own = [
-            _attend(part.batch(query), part.batch(key), part.batch(value), scale, is_causal=True) for part in classes
-        ]
-        out, lse = (_unbatched(found, inverse) for found in zip(*own, strict=True))
+        own: list[tuple[Tensor, Tensor]] = []
+        for part in classes:
+            q, k, v = (part.batch(x) for x in (query, key, value))
+            own.append(fused_attention(q, k, v, scale, is_causal=True))
+        out, lse = (wide_of(_unbatched(found, inverse)) for found in zip(*own, strict=True))
         for stem in plan.stems:
-            keys = _heads(key, stem.keys)
-            stem_out, stem_lse = _attend(_heads(query, stem.queries), keys, _heads(value, stem.keys), scale)
+            q, k, v = _heads(query, stem.queries), _heads(key, stem.keys), _heads(value, stem.keys)
+            stem_out, stem_lse = fused_attention(q, k, v, scale, is_causal=False)
             own_lse = lse[stem.queries]
             share = torch.sigmoid(stem_lse[0].t() - own_lse)
-            out[stem.queries].lerp_(stem_out[0].transpose(0, 1), share[..., None])
+            out[stem.queries].lerp_(wide_of(stem_out[0].transpose(0, 1)), share[..., None])
             lse[stem.queries] = torch.logaddexp(own_lse, stem_lse[0].t())
         out = out.to(value.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -174,117 +171,20 @@ class _MergedAttention(torch.autograd.Function):
         plan: TreeAttention = ctx.plan
         classes, inverse = plan.own
         own: list[tuple[Tensor, Tensor, Tensor]] = []
-        # Of the softmax: what each query's score gradients have in common.
-        common = (_wide(grads[0]) * out).sum(-1)
         for part in classes:
-            grad, q, k, v, o, sums, products = (part.batch(x) for x in (grads[0], query, key, value, out, lse, common))
+            grad, q, k, v, o, sums = (part.batch(x) for x in (grads[0], query, key, value, out, lse))
             # Padded queries have no gradient, and only they see padded keys.
-            is_padded = ~part.is_real[:, None]
-            grad.masked_fill_(is_padded[..., None], 0.0)
-            products.masked_fill_(is_padded, 0.0)
-            own.append(_attend_backward(grad, q, k, v, o, sums, products, ctx.scale, is_causal=True))
+            grad.masked_fill_(~part.is_real[:, None, :, None], 0.0)
+            own.append(fused_attention_backward(grad, q, k, v, o, sums, ctx.scale, is_causal=True))
         of_query, of_key, of_value = (_unbatched(found, inverse) for found in zip(*own, strict=True))
         for stem in plan.stems:
-            grad, q, o, sums, products = (_heads(x, stem.queries) for x in (grads[0], query, out, lse, common))
+            grad, q, o, sums = (_heads(x, stem.queries) for x in (grads[0], query, out, lse))
             k, v = (_heads(x, stem.keys) for x in (key, value))
-            found = _attend_backward(grad, q, k, v, o, sums, products, ctx.scale)
+            found = fused_attention_backward(grad, q, k, v, o, sums, ctx.scale, is_causal=False)
             of_query[stem.queries] += found[0][0].transpose(0, 1)
             of_key[stem.keys] += found[1][0].transpose(0, 1)
             of_value[stem.keys] += found[2][0].transpose(0, 1)
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Attention and the log-sum-exp of its scores, in fp32 at least; query [B, heads, q, d], key and value [B, kv_heads, s, d]."""
-    if not _takes_products(query, key, is_causal):
-        out, lse = _flash(query, key, value, 0.0, is_causal, scale=scale)
-        return _wide(out), lse
-    folded = _folded(query, key)
-    outs, sums = [], []
-    for rows in _chunks(folded, key, is_causal):
-        scores = _scores(folded[:, :, rows], key, scale, is_causal)
-        largest = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(largest).exp2_()
-        total = weights.sum(-1, keepdim=True)
-        outs.append(_wide(torch.matmul(weights.to(value.dtype), value)).div_(total))
-        sums.append(largest.add_(total.log2_()).div_(_LOG2_E))
-    return _unfolded(_joined(outs), query), _unfolded(_joined(sums), query)[..., 0]
-
-
-def _attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    common: Tensor,
-    scale: float,
-    *,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in fp32 at least.
-
-    For the output and the log-sum-exp over all parts; `common`, the product of the output with its gradient. Both [B, heads, q].
-    """
-    if not _takes_products(query, key, is_causal):
-        found = _flash_backward(grad, query, key, value, out, lse, 0.0, is_causal, scale=scale)
-        return tuple(_wide(x) for x in found)  # pyright: ignore[reportReturnType]
-    grad, folded, lse, common = (_folded(x, key) for x in (grad, query, lse[..., None] * _LOG2_E, common[..., None]))
-    of_query = []
-    of_key, of_value = (torch.zeros(x.shape, dtype=lse.dtype) for x in (key, value))
-    for rows in _chunks(folded, key, is_causal):
-        weights = _scores(folded[:, :, rows], key, scale, is_causal).sub_(lse[:, :, rows]).exp2_()
-        of_value += torch.matmul(weights.to(grad.dtype).transpose(2, 3), grad[:, :, rows])
-        of_scores = _wide(torch.matmul(grad[:, :, rows], value.transpose(2, 3))).sub_(common[:, :, rows])
-        narrow = of_scores.mul_(weights).mul_(scale).to(query.dtype)
-        of_query.append(_wide(torch.matmul(narrow, key)))
-        of_key += torch.matmul(narrow.transpose(2, 3), folded[:, :, rows])
-    return _unfolded(_joined(of_query), query), of_key, of_value
-
-
-def _takes_products(query: Tensor, key: Tensor, is_causal: bool) -> bool:
-    """Whether plain products are faster than PyTorch's fused kernel."""
-    return key.shape[2] <= _FEW_KEYS and (not is_causal or query.dtype == torch.bfloat16)
-
-
-def _scores(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Tensor:
-    """Scores for powers of 2, in fp32 at least; query [B, kv_heads, rows, d], key [B, kv_heads, s, d]. Causal ones have all rows of a key head.
-
-    A CPU computes powers of 2 faster than those of e: for hidden keys, whose powers are 0, 20 times.
-    """
-    scores = _wide(torch.matmul(query, key.transpose(2, 3))).mul_(scale * _LOG2_E)
-    if is_causal:
-        length = key.shape[2]
-        bias = scores.new_zeros(length, length).masked_fill_(~band(length, length, None, key.device), float("-inf"))
-        scores.add_(bias.repeat(query.shape[2] // length, 1))
-    return scores
-
-
-def _chunks(folded: Tensor, key: Tensor, is_causal: bool) -> Iterator[slice]:
-    """The rows whose scores are made at a time: all of a causal mask, which has few."""
-    rows = folded.shape[2] if is_causal else max(1, _SCORES // key.shape[2])
-    return (slice(start, start + rows) for start in range(0, folded.shape[2], rows))
-
-
-def _folded(x: Tensor, key: Tensor) -> Tensor:
-    """[B, heads, q, n] with the queries of a key head as one matrix [B, kv_heads, groups * q, n]."""
-    return x.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-
-
-def _unfolded(x: Tensor, query: Tensor) -> Tensor:
-    return x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Rows [B, kv_heads, rows, n] of all chunks."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize == 2 else x
 
 
 def _unbatched(classes: Sequence[Tensor], inverse: Tensor) -> Tensor:
@@ -302,7 +202,7 @@ def _rows(x: Tensor, tokens: Tensor) -> Tensor:
 
     Its gradient is added up in one order on all devices, and in fp32 at least: in bfloat16 the sum of a large group loses bits.
     """
-    return F.embedding(tokens, _wide(x).flatten(1)).unflatten(1, x.shape[1:]).to(x.dtype)
+    return F.embedding(tokens, wide_of(x).flatten(1)).unflatten(1, x.shape[1:]).to(x.dtype)
 
 
 def _padded(rows: list[np.ndarray]) -> np.ndarray:

@@ -65,6 +65,26 @@ def test_attention_in_bfloat16_on_a_cpu_and_its_gradient_are_those_of_the_formul
         assert (mine - exact).norm() < 0.01 * exact.norm()
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_fused_kernel_of_a_cpu_gives_log_sum_exps_and_gradients_of_the_formula(is_causal, dtype, bound):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 40, 8, dtype=dtype) for heads in (4, 2, 2))
+    grad = torch.randn(2, 4, 40, 8, dtype=dtype)
+    out, lse = attention.fused_attention(q, k, v, 0.3, is_causal=is_causal)
+    gradients = attention.fused_attention_backward(grad, q, k, v, out, lse, 0.3, is_causal=is_causal)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = 0.3 * exact[0] @ exact[1].repeat_interleave(2, 1).transpose(2, 3)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(40, 40).tril().bool(), float("-inf"))
+    wanted = scores.softmax(-1) @ exact[2].repeat_interleave(2, 1)
+    wanted.backward(grad.double())
+    assert (lse - scores.logsumexp(-1)).abs().max() < 1e-4
+    pairs = [(out, wanted), *((found, x.grad) for found, x in zip(gradients, exact, strict=True))]
+    for ours, theirs in pairs:
+        assert (ours - theirs).abs().max() <= bound * theirs.abs().max()
+
+
 @pytest.mark.parametrize("window", [None, 1, 20, 500])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (4, 1)])
 def test_attention_in_fp32_on_a_cpu_and_its_gradient_are_those_of_the_formula(num_heads, num_kv_heads, window):

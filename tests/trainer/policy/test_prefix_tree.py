@@ -81,19 +81,14 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("few_keys", [0, 16, 1 << 20])
 @pytest.mark.parametrize("spec", SPECS)
 @given(rows=tries(), seed=st.integers(0, 9))
-def test_attention_over_a_tree_is_that_of_each_row_alone(spec: str, few_keys: int, rows: list[np.ndarray], seed: int):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "_FEW_KEYS", few_keys)
-        patch.setattr(tree_attention, "_SCORES", 32)
-        check_attention(PrefixTree.of(rows, 1), SPECS[spec], seed, torch.float64, 1e-12)
+def test_attention_over_a_tree_is_that_of_each_row_alone(spec: str, rows: list[np.ndarray], seed: int):
+    check_attention(PrefixTree.of(rows, 1), SPECS[spec], seed, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("lengths", [[100, 90, 17], [300, 120, 64, 63]])
-def test_attention_in_bfloat16_is_that_of_each_row_alone_within_rounding(lengths: list[int], monkeypatch):
-    monkeypatch.setattr(tree_attention, "_SCORES", 1000)
+def test_attention_in_bfloat16_is_that_of_each_row_alone_within_rounding(lengths: list[int]):
     for prompt in (20, 140):
         check_attention(PrefixTree.of(group(prompt, lengths)), AttentionSpec(0.3), 0, torch.bfloat16, 0.03)
 
@@ -109,21 +104,6 @@ def test_keys_that_a_group_shares_have_a_gradient_in_bfloat16_that_is_rounded_on
     assert x.grad is not None
     error = (x.grad.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < 0.0025, "of a single rounding it is about 0.0017"
-
-
-@pytest.mark.parametrize("few_keys", [0, 1 << 20], ids=["operator", "products"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_part_gives_the_log_sum_exp_of_its_scores_in_natural_logarithms(
-    few_keys: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(tree_attention, "_takes_products", lambda _query, key, _is_causal: key.shape[2] <= few_keys)
-    query, key, value = (torch.randn(2, heads, 40, 8) for heads in (4, 2, 2))
-    out, lse = tree_attention._attend(query, key, value, 0.3, is_causal=is_causal)
-    scores = 0.3 * query.double() @ key.double().repeat_interleave(2, 1).transpose(2, 3)
-    if is_causal:
-        scores = scores.masked_fill(~torch.ones(40, 40).tril().bool(), float("-inf"))
-    assert (lse - scores.logsumexp(-1)).abs().max() < 1e-5
-    assert (out - scores.softmax(-1) @ value.double().repeat_interleave(2, 1)).abs().max() < 1e-5
 
 
 def check_attention(tree: PrefixTree, spec: AttentionSpec, seed: int, dtype: torch.dtype, bound: float) -> None:
