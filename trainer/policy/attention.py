@@ -216,7 +216,7 @@ def fused_attention_backward(
 
     In bfloat16 this kernel needs two to eight times as long as in fp32 for up to 128 keys, and as long for 512.
     """
-    wide = (wide_of(x) for x in (grad, query, key, value, out))
+    wide = [wide_of(x) for x in (grad, query, key, value, out)]
     return _flash_backward(*wide, lse, 0.0, is_causal, scale=scale)
 
 
@@ -237,9 +237,9 @@ class _HalfAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        found = fused_attention_backward(grads[0], *saved, ctx.scale, is_causal=True)
-        return *(x.to(like.dtype) for x, like in zip(found, saved[:3], strict=True)), None
+        query, key, value, out, lse = ctx.saved_tensors
+        found = fused_attention_backward(grads[0], query, key, value, out, lse, ctx.scale, is_causal=True)
+        return *(x.to(query.dtype) for x in found), None
 
 
 def band(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
