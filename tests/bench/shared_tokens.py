@@ -2,10 +2,11 @@
 
     python -m bench.shared_tokens POLICY PROMPT RESPONSE DTYPE      (a process: a step for each line on stdin)
 
-SmolLM2-135M or `--policy`, random tokens, groups of eight responses of one length, so many groups that the rows alone fill a
-micro-batch at least. On one thread; a step of either way takes turns with one of the other; medians of CPU time count, from the rows to the
-gradient and its update, and the largest memory above that before the steps. The ratio to aim at is that of the tokens. With a PROMPT of 0
-each row has one token of its own as prompt, and nothing is shared.
+SmolLM2-135M or `--policy`, random tokens, groups of eight responses of one length, as many groups as fill a micro-batch with shared
+tokens: with fewer the update and the casts of the weights, which both ways have, would be most of it. On one thread; a step of either
+way takes turns with one of the other; medians of CPU time count, from the rows to the gradient and its update, and the largest memory
+above that before the steps. The ratio to aim at is that of the tokens. With a PROMPT of 0 each row has one token of its own as prompt,
+and nothing is shared.
 """
 
 import json
@@ -62,11 +63,13 @@ def _step(process: BenchProcess) -> str:
 
 
 def batch_of(prompt: int, response: int, longest_in_tree: int, micro_tokens: int = _MICRO_TOKENS) -> Batch:
-    """Groups as the experience queue gives them, whose rows alone fill a micro-batch at least."""
+    """Groups as the experience queue gives them, which fill a micro-batch with their tokens that are computed."""
     rng = np.random.default_rng(0)
     is_shared = prompt > 0
     prompt = max(prompt, 1)
-    num_groups = max(1, -(-micro_tokens // (NUM_SAMPLES * (prompt + response))))
+    alone = NUM_SAMPLES * (prompt + response)
+    repeated = (NUM_SAMPLES - 1) * prompt if is_shared else 0
+    num_groups = max(1, micro_tokens // (alone - repeated + repeated // 8))  # the rule of `tree_rounds`
     groups: list[GroupRef] = []
     columns: dict[str, dict[str, np.ndarray]] = {}
     same = [prompt + response] * NUM_SAMPLES
