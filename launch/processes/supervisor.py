@@ -32,7 +32,7 @@ from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.gpus import Gpus
 from ..config.hosts import JOINED_HOST, ranks_of_hosts
-from ..config.run_folder import CONFIG_FILE, SUMMARY_FILE, FolderWatch
+from ..config.run_folder import CONFIG_FILE, SUMMARY_FILE, FolderWatch, start_in
 from ..cores import cores_of
 from ..placement import Placement, is_restartable, place_ranks, processes_on, staging_gpu, visible_devices
 from ..report.peak_memory import write_peaks
@@ -153,6 +153,9 @@ class Supervisor:
     has_started: bool = False
     """Whether the processes of the roles have been started."""
     segment: int | None = None
+    last_code: int | None = None
+    """The exit code of the role's process that ended last."""
+    start: str = field(init=False)
     due: dict[str, float] = field(default_factory=dict)
     """When to try again to start a child for which the machine had no room."""
     failed_starts: dict[str, list[float]] = field(default_factory=dict)
@@ -164,6 +167,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.folder = FolderWatch(Path(self.recipe.run.dir))
+        self.start = start_in(Path(self.recipe.run.dir))
 
     def run(self) -> int:
         """Start the children and return the supervisor's exit code once all have ended. Raises `SettingError` if the store refuses to start.
@@ -193,8 +197,17 @@ class Supervisor:
                 del self.due[name]
                 self._start_worker(name)
             self._start_roles()
+        self._leave_copies()
         self._write_peaks()
         return self.exit_code
+
+    def _leave_copies(self) -> None:
+        """Write the copies of the training state that are newer than the newest checkpoint. A renamed folder gets them too."""
+        if self.segment is not None and self.placement.role == "actor":
+            from .left_copies import LeftCopies
+
+            copies = LeftCopies(self.folder.path, self.placement, self.recipe.roles.actor, self.start)
+            copies.write(self.segment, has_ended=self.last_code == 0)
 
     def _write_peaks(self) -> None:
         """Record the peak memory of the children; a relay's weights and a trainer's copies are in the memory of its supervisor."""
@@ -280,6 +293,8 @@ class Supervisor:
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
+        if child.name == self.placement.name:
+            self.last_code = code
         now = time.monotonic()
         can_restart = is_restartable(role, self.recipe.run, self.recipe.trainer)
         is_expected = can_restart or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGQUIT, -signal.SIGKILL)

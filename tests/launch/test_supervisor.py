@@ -35,6 +35,7 @@ from headrace.launch.processes.supervisor import (
     classify_exit,
     has_store_ended,
 )
+from headrace.relay.weights.saved_states import SavedStates
 
 T = TypeVar("T")
 DRIVER = Path(__file__).parents[1] / "support" / "supervisor_driver.py"
@@ -59,6 +60,8 @@ class RunningSupervisor:
         self.run_dir = run_dir
         self.events_file = run_dir / "events"
         run_dir.mkdir(parents=True)
+        if "config" in conditions:
+            (run_dir / "config.yaml").write_text(str(conditions["config"]))
         environment = {**os.environ, "HEADRACE_SCRIPT": json.dumps(script), "HEADRACE_EVENTS": str(run_dir)}
         self.store = StoreServer("127.0.0.1", SECRET.encode()).start()
         environment["HEADRACE_SECRET"] = SECRET
@@ -338,6 +341,24 @@ def test_a_trainer_that_can_start_again_has_one_segment_in_all_its_processes(sup
     assert running.end()[0] == 0
     given = {line.split()[3] for line in running.events("actor-0 start")}
     assert len(given) == 1 and (given != {"-"}) is is_given
+
+
+@pytest.mark.parametrize("name", ["actor-0", "relay-1"])
+def test_the_copies_of_a_trainer_that_is_not_started_again_are_left_in_the_run_folder(supervisor, name: str):
+    running = supervisor(name, {name: ["copy"]}, config="run.steps: 9")
+    code, errors = running.end()
+    head = SavedStates(running.run_dir).head(3, 0)
+    assert code == 2 and (head is not None) is (name == "actor-0"), errors
+    assert "after step 3 to" in errors or head is None
+
+
+def test_a_run_folder_that_was_renamed_gets_the_copies(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["copy and wait"]}, config="run.steps: 9")
+    running.wait_for("actor-0 copied")
+    moved = running.run_dir.rename(running.run_dir.with_name("moved"))
+    code, errors = running.end()
+    assert (code, SavedStates(moved).steps()) == (2, [3]), errors
+    assert not running.run_dir.exists()
 
 
 @pytest.mark.parametrize("users", [None, "glibc.malloc.check=0"])

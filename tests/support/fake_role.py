@@ -58,6 +58,19 @@ def main() -> int:
             while not (run / "go").exists():
                 time.sleep(0.01)
             return STORE_LOST_EXIT
+        case "copy" | "copy and wait":  # of a training state, before an end that the supervisor does not mend
+            from headrace.comm.shared_memory import Segment  # with numpy, which the others need not load
+            from headrace.relay.weights.slots import VersionSlots
+
+            slots = VersionSlots(Segment.inherited(), 2)
+            slots.prepare(100, 11)
+            write = slots.begin(3)
+            assert write is not None
+            slots.commit(write, "7")
+            note("copied")
+            while action == "copy and wait":
+                time.sleep(0.01)
+            return 2
         case "mistake":
             sys.stderr.write("some.setting is wrong\n")
             return 2

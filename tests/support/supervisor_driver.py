@@ -3,7 +3,7 @@
 With `store` the supervisor starts the fake store itself; else there is one at the address.
 
 HEADRACE_CONDITIONS is JSON: `fail_starts`, the numbers of the processes whose start fails, from 1 on; `restart_window_s`;
-`num_threads`; `joined`, whether its host has joined a running job; `counter`, the file in place of the kernel's counters; `cgroup`, the folder of the cgroup in which all of it runs.
+`num_threads`; `config`, the recipe in the run folder; `joined`, whether its host has joined a running job; `counter`, the file in place of the kernel's counters; `cgroup`, the folder of the cgroup in which all of it runs.
 """
 
 import errno

@@ -2,7 +2,8 @@
 
 The supervisor of each actor rank creates the memory, and all incarnations of the rank inherit it. A trainer that is started
 again continues from the newest step that all ranks hold whole. Two slots take turns, so a process that dies while it copies
-leaves the copy before.
+leaves the copy before. Where a run fails, the supervisors write the copies to the run folder, and the run that is resumed continues from
+those (`relay/weights/saved_states.py`).
 
 Nothing of the state changes between two steps until the first update. So a thread copies meanwhile, and the update waits for it.
 The copies are as frequent as their cost allows (`Pace`).
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +35,7 @@ from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from ...comm.waits import waiting
 from ...relay.weights.byte_ranges import join_digests
+from ...relay.weights.saved_states import SavedStates
 from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..checkpoint import TrainingState, mapped
 
@@ -135,13 +138,25 @@ class StateLayout:
 class StateCopies:
     """The copies of one rank."""
 
-    def __init__(self, segment: Segment, state: TrainingState, group: "ActorGroup", num_here: int = 1) -> None:
-        """`num_here`: the actor ranks of this host, which all take such memory."""
+    def __init__(
+        self,
+        segment: Segment,
+        state: TrainingState,
+        group: "ActorGroup",
+        num_here: int = 1,
+        saved: SavedStates | None = None,
+    ) -> None:
+        """`num_here`: the actor ranks of this host, which all take such memory. `saved`: the copies that earlier starts have left."""
         self.pace = Pace(torch.get_num_threads())
         self._slots = VersionSlots(segment, NUM_COPIES)
         self._state = state
         self._group = group
         self._num_here = num_here
+        self._saved = saved
+        self.source = ""
+        """Where the copy is that `newest` has found, for the console."""
+        self._found: np.ndarray | None = None
+        """The bytes of this copy."""
         self._thread: threading.Thread | None = None
         self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
         self._is_off = False
@@ -163,12 +178,12 @@ class StateCopies:
         self._figures = dict.fromkeys(FIGURES, 0.0)
 
     @staticmethod
-    def of_supervisor(fleet: Fleet, state: TrainingState, group: "ActorGroup") -> "StateCopies | None":
+    def of_supervisor(fleet: Fleet, state: TrainingState, group: "ActorGroup", run_dir: Path) -> "StateCopies | None":
         """Copies in the memory that this process's supervisor has passed on; None without."""
         if SEGMENT_FD not in os.environ:
             return None
         here = [member for member in fleet.members("actor") if member.host == fleet.me.host]
-        return StateCopies(Segment.inherited(), state, group, max(1, len(here)))
+        return StateCopies(Segment.inherited(), state, group, max(1, len(here)), SavedStates(run_dir))
 
     # ------------------------------------------------------------------------------------------ while training goes on
 
@@ -302,27 +317,41 @@ class StateCopies:
 
     # ---------------------------------------------------------------------------------------------- after a restart
 
-    def newest(self, most: int) -> int:
-        """The newest step up to `most` that all ranks hold whole, or -1; a collective."""
-        mine = {stored.version for stored in self._whole(most)}
-        newest = -int(self._group.all_reduce_max([-float(max(mine, default=-1))])[0])
-        is_missing = self._group.all_reduce_max([float(newest not in mine)])[0]
-        return -1 if is_missing else newest
+    def newest(self, most: int, checkpoint: int = -1) -> int:
+        """The newest step up to `most` that all ranks hold whole, or -1; a collective.
+
+        Without any in memory, those that an earlier start of the run has left in the run folder count, if they are newer than the
+        checkpoint. Where they cannot be used, they are removed.
+        """
+        self.source = "the copy in memory"
+        newest = self._newest_of_all(dict(self._whole(most)))
+        if newest < 0 and self._saved is not None:
+            self.source = "the copy in the run folder"
+            newest = self._newest_of_all(dict(self._left(checkpoint, most)))
+            if newest < 0 and self._group.is_lead:
+                self._saved.remove(range(most + 1))
+        return newest
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
         """Continue from the copy of a step that `newest` found."""
-        stored = self._slots.find(step)
-        assert stored is not None, f"no copy of step {step}"
+        assert self._found is not None, f"no copy of step {step}"
         state = self._state.state_dict()
-        buffer = self._slots.segment.slot(stored.slot)
         for leaf in StateLayout(state).leaves:
-            leaf.tensor.copy_(leaf.view(buffer))
+            leaf.tensor.copy_(leaf.view(self._found))
+        self._found = None
         self._state.load_state_dict(state)
         self._newest = step
 
-    def _whole(self, most: int) -> Iterator[StoredVersion]:
-        """The copies up to this step that fit the state and have the digest with which they were written."""
+    def _newest_of_all(self, mine: dict[int, np.ndarray]) -> int:
+        """The newest step of which all ranks have a copy, or -1, given this rank's; a collective."""
+        newest = -int(self._group.all_reduce_max([-float(max(mine, default=-1))])[0])
+        self._found = mine.get(newest)
+        is_missing = self._group.all_reduce_max([float(newest not in mine)])[0]
+        return -1 if is_missing else newest
+
+    def _whole(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The steps and the bytes of the copies up to this step that fit the state and have the digest with which they were written."""
         if not self._slots.fingerprint:
             return
         layout = StateLayout(self._state.state_dict())
@@ -330,14 +359,37 @@ class StateCopies:
             say("the copies of the training state in memory are not used: they have other tensors")
             return
         for stored in self._slots.complete_versions():
-            if stored.version > most:
+            buffer = self._slots.segment.slot(stored.slot)
+            if stored.version <= most and _has_digest(layout, buffer, stored.digest, stored.version):
+                yield stored.version, buffer
+
+    def _left(self, checkpoint: int, most: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The same of the copies in the run folder that are newer than the checkpoint."""
+        assert self._saved is not None
+        rank = self._group.rank
+        for step in self._saved.steps():
+            if not checkpoint < step <= most or (head := self._saved.head(step, rank)) is None:
                 continue
-            if layout.digest(self._slots.segment.slot(stored.slot)) == stored.digest:
-                yield stored
-            else:
+            layout = StateLayout(self._state.state_dict())
+            if (head.fingerprint, head.num_ranks) != (layout.fingerprint, self._group.size):
                 say(
-                    f"the copy of the training state after step {stored.version} is not used: its digest is another one"
+                    f"the copy of the training state in {self._saved.file(step, rank)} is not used: it has other tensors"
                 )
+                continue
+            try:
+                buffer = self._saved.content(step, rank)
+            except OSError as error:
+                say(f"the copy of the training state in {self._saved.file(step, rank)} is not used: {error}")
+                continue
+            if _has_digest(layout, buffer, head.digest, step):
+                yield step, buffer
+
+
+def _has_digest(layout: StateLayout, buffer: np.ndarray, digest: str, step: int) -> bool:
+    if layout.digest(buffer) == digest:
+        return True
+    say(f"the copy of the training state after step {step} is not used: its digest is another one")
+    return False
 
 
 def _digests(part: np.ndarray) -> Iterator[bytes]:

@@ -12,6 +12,10 @@ from support.closing import at_end
 from support.policies import tiny_policy
 
 from headrace.comm.shared_memory import Segment
+from headrace.launch.config.run_folder import start_in
+from headrace.launch.placement import Placement
+from headrace.launch.processes.left_copies import LeftCopies
+from headrace.relay.weights.saved_states import SavedStates
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import TrainingState
 from headrace.trainer.learners import state_copies
@@ -30,6 +34,10 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def segment() -> Segment:
+    return new_segment()
+
+
+def new_segment() -> Segment:
     """The memory of a supervisor."""
     segment = Segment.create_anonymous("copies")
     at_end(segment.close)
@@ -171,6 +179,80 @@ def test_the_copies_of_another_policy_are_not_used(
     other = actor_of(recipe_of(tiny_policy(tmp_path, hidden_size=32)))
     assert with_copies(other, segment).newest(9) == -1
     assert "the copies of the training state in memory are not used: they have other" in capsys.readouterr().out
+
+
+def left_by(actor: Actor, segment: Segment, run_dir: Path) -> SavedStates:
+    """What the supervisor of a failed run leaves of the actor's copies after three steps: those of steps 2 and 3."""
+    (run_dir / "config.yaml").touch()
+    with_copies(actor, segment)
+    steps(actor, 3)
+    wait(actor)
+    start = start_in(run_dir)
+    LeftCopies(run_dir, Placement("actor", 0, 0, 0), 1, start).write(segment._fd, has_ended=False)
+    saved = SavedStates(run_dir)
+    assert saved.steps() == [2, 3]
+    return saved
+
+
+def resumed(actor: Actor, saved: SavedStates) -> StateCopies:
+    """The copies of an actor with the memory of another supervisor."""
+    actor.copies = copies = StateCopies(new_segment(), actor.state, actor.group, saved=saved)
+    at_end(copies.close)
+    copies.pace = EachStep(1)
+    return copies
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_resumed_trainer_continues_from_what_a_failed_run_has_left_bit_for_bit(
+    policy_dir: Path, tmp_path: Path, segment: Segment, settings: dict[str, object]
+):
+    recipe = recipe_of(policy_dir, **settings)
+    undisturbed, dying, successor = (actor_of(recipe) for _ in range(3))
+    steps(undisturbed, 2)
+    expected = steps(undisturbed, 2)
+    saved = left_by(dying, segment, tmp_path)
+    copies = resumed(successor, saved)
+    assert copies.newest(2) == 2, "the journal does not know step 3"
+    assert copies.source == "the copy in the run folder"
+    copies.restore(2)
+    assert successor.version == 2
+    assert steps(successor, 2) == expected
+    for name, weight in undisturbed.policy.weights().items():
+        assert torch.equal(weight, successor.policy.weights()[name]), name
+    wait(successor)
+    assert copies.newest(9) == 4 and copies.source == "the copy in memory"
+    assert saved.steps() == [2, 3], "until a checkpoint is newer"
+
+
+def test_left_copies_that_are_older_than_the_checkpoint_are_not_read(
+    policy_dir: Path, tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+):
+    actor = actor_of(recipe_of(policy_dir))
+    saved = left_by(actor, segment, tmp_path)
+    read: list[int] = []
+    content = saved.content
+    monkeypatch.setattr(saved, "content", lambda step, rank: read.append(step) or content(step, rank))
+    assert resumed(actor, saved).newest(9, checkpoint=2) == 3
+    assert read == [3]
+
+
+def test_left_copies_that_are_damaged_or_of_another_policy_are_removed_and_the_console_says_so(
+    policy_dir: Path, tmp_path: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(recipe_of(policy_dir))
+    saved = left_by(actor, segment, tmp_path)
+    damaged = bytearray(saved.file(3, 0).read_bytes())
+    damaged[-100] ^= 1
+    saved.file(3, 0).write_bytes(damaged)
+    copies = resumed(actor, saved)
+    assert copies.newest(9) == 2
+    assert "the copy of the training state after step 3 is not used: its digest is another" in capsys.readouterr().out
+    assert copies.newest(9, checkpoint=2) == -1 and not saved.root.exists()
+    write_left = left_by(actor_of(recipe_of(policy_dir)), new_segment(), tmp_path)
+    other = actor_of(recipe_of(tiny_policy(tmp_path, hidden_size=32)))
+    assert resumed(other, write_left).newest(9) == -1
+    assert f"{saved.file(3, 0)} is not used: it has other tensors" in capsys.readouterr().out
+    assert not saved.root.exists()
 
 
 def test_without_room_on_the_host_there_are_no_copies_and_the_console_says_so(
