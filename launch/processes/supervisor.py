@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 from ...comm.environment import (
     GPU_PROCESSES,
     RUN_ID,
+    SECOND_FD,
     SEGMENT_FD,
     STORE,
     STREAMING_COPY_ENV,
@@ -34,9 +34,17 @@ from ..config.gpus import Gpus
 from ..config.hosts import JOINED_HOST, ranks_of_hosts
 from ..config.run_folder import CONFIG_FILE, SUMMARY_FILE, FolderWatch, start_in
 from ..cores import cores_of
-from ..placement import Placement, is_restartable, place_ranks, processes_on, staging_gpu, visible_devices
+from ..placement import (
+    Placement,
+    actors_partners,
+    is_restartable,
+    place_ranks,
+    processes_on,
+    staging_gpu,
+    visible_devices,
+)
 from ..report.peak_memory import write_peaks
-from .child import Child, describe_exit, print_message
+from .child import Child, ChildCommands, describe_exit, print_message
 from .memory_kill import MemoryKills
 from .secret import read_secret
 from .signals import block_signals, wait_for_signal
@@ -114,14 +122,6 @@ def has_store_ended(address: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class ChildCommands:
-    """The commands of a supervisor's children; the supervisor adds the arguments that depend on the role."""
-
-    worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.processes.role_process")
-    store: Sequence[str] = (sys.executable, "-m", "headrace.comm.store")
-
-
 @dataclass(slots=True)
 class Supervisor:
     """The parent of one role's process, and on some ranks of the store or the hub."""
@@ -134,6 +134,8 @@ class Supervisor:
     """Address of the run's store; the supervisor that starts the store reads it from the run folder."""
     store_interface: str = "127.0.0.1"
     has_other_hosts: bool = False
+    keeps_others: bool = False
+    """Whether an actor rank keeps the copies of one on another host."""
     device: str = ""
     """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
     gpu_processes: int = 1
@@ -152,9 +154,10 @@ class Supervisor:
     has_lost_store: bool = False
     has_started: bool = False
     """Whether the processes of the roles have been started."""
-    segment: int | None = None
+    segments: dict[str, int] = field(default_factory=dict)
+    """Memory that outlives the role's process, by the variable that passes it on."""
     last_code: int | None = None
-    """The exit code of the role's process that ended last."""
+    """Of the role's process that ended last."""
     start: str = field(init=False)
     due: dict[str, float] = field(default_factory=dict)
     """When to try again to start a child for which the machine had no room."""
@@ -197,23 +200,19 @@ class Supervisor:
                 del self.due[name]
                 self._start_worker(name)
             self._start_roles()
-        self._leave_copies()
-        self._write_peaks()
-        return self.exit_code
-
-    def _leave_copies(self) -> None:
-        """Write the copies of the training state that are newer than the newest checkpoint. A renamed folder gets them too."""
-        if self.segment is not None and self.placement.role == "actor":
+        if self.placement.role == "actor":
             from .left_copies import LeftCopies
 
             copies = LeftCopies(self.folder.path, self.placement, self.recipe.roles.actor, self.start)
-            copies.write(self.segment, has_ended=self.last_code == 0)
+            copies.write(self.segments, has_ended=self.last_code == 0)
+        self._write_peaks()
+        return self.exit_code
 
     def _write_peaks(self) -> None:
         """Record the peak memory of the children; a relay's weights and a trainer's copies are in the memory of its supervisor."""
         peaks = self.kills.peaks
-        if self.segment is not None and self.placement.name in peaks:
-            peaks[self.placement.name] += 512 * os.fstat(self.segment).st_blocks
+        if self.placement.name in peaks:
+            peaks[self.placement.name] += sum(512 * os.fstat(fd).st_blocks for fd in self.segments.values())
         if not self.folder.problem():
             write_peaks(Path(self.recipe.run.dir), self.placement.name, peaks)
 
@@ -226,7 +225,8 @@ class Supervisor:
         self.has_started = True
         role = self.placement.role
         if role == "relay" or (role == "actor" and is_restartable(role, self.recipe.run, self.recipe.trainer)):
-            self.segment = create_memory(f"headrace-{self.placement.name}")
+            for variable in (SEGMENT_FD, SECOND_FD)[: 1 + self.keeps_others]:
+                self.segments[variable] = create_memory(f"headrace-{self.placement.name}")
         if self.placement.name == "relay-0":
             self._start_worker("hub")
         self._start_worker(self.placement.name)
@@ -282,9 +282,8 @@ class Supervisor:
         pass_fds = ()
         if name == self.placement.name:
             environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
-            if self.segment is not None:
-                environment[SEGMENT_FD] = str(self.segment)
-                pass_fds = (self.segment,)
+            environment |= {variable: str(fd) for variable, fd in self.segments.items()}
+            pass_fds = (*self.segments.values(),)
         elif name == "store":
             environment["HEADRACE_SECRET"] = read_secret(Path(self.recipe.run.dir)).decode()
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
@@ -450,6 +449,7 @@ def supervise(recipe: Recipe, store_address: str, joining: Sequence[Placement] =
     cores = cores_of(recipe, here, has_gpus=bool(gpus))
     supervisor.computing = cores.environment(placement.role, has_all=len(here) == len(placements))
     supervisor.has_other_hosts = bool(joining) or len(hosts) > 1
+    supervisor.keeps_others = placement.role == "actor" and bool(actors_partners(placement.index, placements))
     if supervisor.hosts_store:
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
         supervisor.store_interface = listening_address(recipe.comm.interface, towards)

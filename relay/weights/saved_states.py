@@ -55,14 +55,19 @@ class SavedStates:
         """The steps that have a folder, whole or not, in order."""
         return sorted(step for path in self.root.glob("step_*") if (step := number_of(path.name)) >= 0)
 
-    def write(self, rank: int, head: StateHead, content: np.ndarray) -> None:
-        """Write a rank's copy, uint8 [num_bytes], and sync it. Raises `OSError`; nothing is left of a file that does not fit."""
+    def write(self, rank: int, head: StateHead, content: np.ndarray, by: str = "") -> None:
+        """Write a rank's copy, uint8 [num_bytes], and sync it. Raises `OSError`; nothing is left of a file that does not fit.
+
+        by: who writes it, since two may write the same.
+        """
         run_dir = self.root.parent
         if shutil.disk_usage(run_dir).free < content.nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         folder = make_folders(run_dir, FOLDER, self.path(head.step).name)
-        write_durably(self.file(head.step, rank), msgspec.json.encode(head).ljust(HEAD_BYTES), content.data)
-        for each in (folder.parent, run_dir):
+        new = folder / f"actor-{rank}.by-{by}"
+        write_durably(new, msgspec.json.encode(head).ljust(HEAD_BYTES), content.data)
+        new.replace(self.file(head.step, rank))
+        for each in (folder, folder.parent, run_dir):
             sync_folder(each)
 
     def head(self, step: int, rank: int) -> StateHead | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.memfd import create_memory
 from headrace.comm.shared_memory import Segment
 from headrace.launch.config.run_folder import start_in
@@ -55,7 +56,7 @@ def checkpoint(run_dir: Path, step: int, *, is_in_journal: bool) -> None:
 
 
 def test_both_copies_are_written_as_they_are_in_memory(run_dir: Path, memory: int):
-    copies_of(run_dir).write(memory, has_ended=False)
+    copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
     saved = SavedStates(run_dir)
     assert saved.steps() == [3, 6]
     for step in (3, 6):
@@ -70,13 +71,13 @@ def test_a_checkpoint_makes_copies_superfluous_once_a_resumed_run_can_use_it(
     run_dir: Path, memory: int, is_in_journal: bool, has_ended: bool, left: list[int]
 ):
     checkpoint(run_dir, 3, is_in_journal=is_in_journal)
-    copies_of(run_dir).write(memory, has_ended=has_ended)
+    copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=has_ended)
     assert SavedStates(run_dir).steps() == left
 
 
 def test_a_run_that_ended_in_order_leaves_no_copies(run_dir: Path, memory: int, capsys: pytest.CaptureFixture[str]):
     checkpoint(run_dir, 6, is_in_journal=False)
-    copies_of(run_dir, rank=0).write(memory, has_ended=True)
+    copies_of(run_dir, rank=0).write({SEGMENT_FD: memory}, has_ended=True)
     assert not (run_dir / "memory").exists() and capsys.readouterr() == ("", "")
 
 
@@ -84,12 +85,12 @@ def test_a_run_that_ended_in_order_leaves_no_copies(run_dir: Path, memory: int, 
 def test_nothing_is_written_once_the_folder_has_another_start_or_where_it_is_not_the_runs(
     run_dir: Path, memory: int, start: str
 ):
-    copies_of(run_dir, start).write(memory, has_ended=False)
+    copies_of(run_dir, start).write({SEGMENT_FD: memory}, has_ended=False)
     assert not (run_dir / "memory").exists()
 
 
 def test_the_memory_of_a_trainer_that_made_no_copy_leaves_nothing(run_dir: Path):
-    copies_of(run_dir).write(fd := create_memory("copies"), has_ended=False)
+    copies_of(run_dir).write({SEGMENT_FD: (fd := create_memory("copies"))}, has_ended=False)
     os.close(fd)
     assert not (run_dir / "memory").exists()
 
@@ -98,10 +99,10 @@ def test_one_rank_says_what_is_written_and_each_what_is_not(
     run_dir: Path, memory: int, capsys: pytest.CaptureFixture[str]
 ):
     for rank in (0, 1):
-        copies_of(run_dir, rank=rank).write(memory, has_ended=False)
+        copies_of(run_dir, rank=rank).write({SEGMENT_FD: memory}, has_ended=False)
     (told,) = capsys.readouterr().err.splitlines()
     assert f"step 6 to {run_dir}/memory/step_6 (" in told
     (run_dir / "memory").rename(run_dir / "other")
     (run_dir / "memory").touch()
-    copies_of(run_dir).write(memory, has_ended=False)
+    copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
     assert "actor-1: its copy of the training state cannot be written to" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...comm import threads
 from ...comm.disk import say
-from ...comm.environment import SEGMENT_FD
+from ...comm.environment import SECOND_FD, SEGMENT_FD
 from ...comm.errors import HeadraceError
 from ...comm.fleet import Fleet
 from ...comm.host_memory import free_bytes, memory_bytes
@@ -35,9 +35,11 @@ from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from ...comm.waits import waiting
 from ...relay.weights.byte_ranges import join_digests
+from ...relay.weights.partners import partners
 from ...relay.weights.saved_states import SavedStates
 from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..checkpoint import TrainingState, mapped
+from .second_copies import SecondCopies
 
 if TYPE_CHECKING:
     from ..actor_group import ActorGroup
@@ -145,14 +147,19 @@ class StateCopies:
         group: "ActorGroup",
         num_here: int = 1,
         saved: SavedStates | None = None,
+        second: SecondCopies | None = None,
     ) -> None:
-        """`num_here`: the actor ranks of this host, which all take such memory. `saved`: the copies that earlier starts have left."""
+        """`num_here`: the actor ranks of this host, which all take such memory. `saved`: the copies that earlier starts have left.
+
+        second: where a rank of another host keeps a second copy, on all ranks or on none.
+        """
         self.pace = Pace(torch.get_num_threads())
         self._slots = VersionSlots(segment, NUM_COPIES)
         self._state = state
         self._group = group
         self._num_here = num_here
         self._saved = saved
+        self._second = second
         self.source = ""
         """Where the copy is that `newest` has found, for the console."""
         self._found: np.ndarray | None = None
@@ -182,8 +189,17 @@ class StateCopies:
         """Copies in the memory that this process's supervisor has passed on; None without."""
         if SEGMENT_FD not in os.environ:
             return None
-        here = [member for member in fleet.members("actor") if member.host == fleet.me.host]
-        return StateCopies(Segment.inherited(), state, group, max(1, len(here)), SavedStates(run_dir))
+        hosts = [member.host for member in sorted(fleet.members("actor"), key=lambda member: member.index)]
+        second = None
+        found = partners(group.rank, hosts) if len(hosts) == group.size else None
+        # All ranks have the memory or none: their supervisors know the hosts too.
+        is_possible = found is not None and SECOND_FD in os.environ
+        if not group.all_reduce_max([float(not is_possible)])[0]:
+            team = group.clone_for_thread()
+            assert found is not None and team is not None
+            second = SecondCopies(Segment.inherited(SECOND_FD), found, team)
+        num_here = max(1, hosts.count(fleet.me.host))
+        return StateCopies(Segment.inherited(), state, group, num_here, SavedStates(run_dir), second)
 
     # ------------------------------------------------------------------------------------------ while training goes on
 
@@ -227,6 +243,8 @@ class StateCopies:
         """Wait for the copy in progress, and close this process's opening of the memory."""
         self.finish()
         self._slots.segment.close()
+        if self._second is not None:
+            self._second.close()
 
     def figures(self) -> dict[str, float]:
         """Metrics: seconds of a core and of waiting for the copies since the call before."""
@@ -243,7 +261,7 @@ class StateCopies:
         if self._is_off:
             return None
         self.finish()
-        if self._made is None:
+        if self._made is None and not self._has_failed:  # the other ranks begin none for the sake of this one
             self._begin()
             self.finish()
         if self._layout is None or self._made is None:
@@ -276,9 +294,18 @@ class StateCopies:
         if not self._has_checked:
             self._has_checked = True
             wanted = 0 if self._slots.fingerprint else NUM_COPIES * num_bytes * self._num_here
-            lacking = wanted + FREE_SHARE * memory_bytes() - free_bytes() if wanted else 0.0
-            most = self._group.all_reduce_max([lacking])[0]
+            free = free_bytes() - FREE_SHARE * memory_bytes()
+            lacking = [float(times * wanted - free) if wanted else 0.0 for times in (1, 2)]
+            most, most_of_both = self._group.all_reduce_max(lacking)
             self._is_off = most > 0
+            if self._second is not None and most_of_both > 0:
+                self._second.close()
+                self._second = None
+                if self._group.is_lead:
+                    say(
+                        f"a host lacks {most_of_both / 1e9:.1f} GB of memory for copies of another host's training state: if a host"
+                        " of an actor dies, the resumed run trains the steps since its last checkpoint again"
+                    )
             if self._is_off and self._group.is_lead:
                 say(
                     f"a host lacks {most / 1e9:.1f} GB of memory for copies of the training state: if the trainer dies, it trains"
@@ -288,16 +315,20 @@ class StateCopies:
 
     def _copy(self, layout: StateLayout, step: int) -> None:
         self._cpu_s = 0.0
-        if self._has_failed:
-            return
-        try:
-            self._slots.prepare(layout.num_bytes, layout.fingerprint)
-            started = time.thread_time()
-            self._made = self._write(layout, step)
-            self._cpu_s = time.thread_time() - started
-        except (OSError, ValueError, MemoryError, HeadraceError) as error:
-            self._has_failed = True
-            say(f"no more copies of the training state are made in memory: {error}")
+        if not self._has_failed:
+            try:
+                self._slots.prepare(layout.num_bytes, layout.fingerprint)
+                started = time.thread_time()
+                self._made = self._write(layout, step)
+                self._cpu_s = time.thread_time() - started
+            except (OSError, ValueError, MemoryError, HeadraceError) as error:
+                self._has_failed = True
+                say(f"no more copies of the training state are made in memory: {error}")
+        if self._second is not None:
+            made = self._made
+            buffer = np.empty(0, np.uint8) if made is None else self._slots.segment.slot(made.slot)
+            # Gloo's own threads send and receive. They take at most one core for so long.
+            self._cpu_s += self._second.exchange(made, layout.fingerprint, buffer)
 
     def _write(self, layout: StateLayout, step: int) -> StoredVersion | None:
         write = self._slots.begin(step, busy=() if self._held is None else (self._held.slot,))

@@ -11,6 +11,7 @@ from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
 from support.closing import at_end
 from support.policies import tiny_policy
 
+from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.shared_memory import Segment
 from headrace.launch.config.run_folder import start_in
 from headrace.launch.placement import Placement
@@ -188,7 +189,7 @@ def left_by(actor: Actor, segment: Segment, run_dir: Path) -> SavedStates:
     steps(actor, 3)
     wait(actor)
     start = start_in(run_dir)
-    LeftCopies(run_dir, Placement("actor", 0, 0, 0), 1, start).write(segment._fd, has_ended=False)
+    LeftCopies(run_dir, Placement("actor", 0, 0, 0), 1, start).write({SEGMENT_FD: segment._fd}, has_ended=False)
     saved = SavedStates(run_dir)
     assert saved.steps() == [2, 3]
     return saved
