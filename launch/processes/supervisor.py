@@ -142,7 +142,7 @@ class Supervisor:
     """The number of the run's processes on that GPU."""
     computing: Mapping[str, str] = field(default_factory=lambda: environment_of_threads(1))
     """Variables with the threads of the role's process, and of those that come after it; the other children have one."""
-    commands: ChildCommands = ChildCommands()
+    commands: ChildCommands = field(default_factory=ChildCommands)
     shutdown_s: float = SHUTDOWN_S
     children: dict[str, Child] = field(default_factory=dict)
     restarts: dict[str, list[float]] = field(default_factory=dict)

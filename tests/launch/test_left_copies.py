@@ -1,13 +1,14 @@
 """The supervisors of a run that fails write the copies of the training state that no checkpoint has."""
 
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headrace.comm.environment import SEGMENT_FD
+from headrace.comm.environment import SECOND_FD, SEGMENT_FD
 from headrace.comm.memfd import create_memory
 from headrace.comm.shared_memory import Segment
 from headrace.launch.config.run_folder import start_in
@@ -27,19 +28,24 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def memory():
+def memory() -> Iterator[int]:
     """That of a supervisor, with the copies of steps 3 and 6."""
+    fd = memory_with_copies(incarnation=1)
+    yield fd
+    os.close(fd)
+
+
+def memory_with_copies(incarnation: int) -> int:
     fd = create_memory("copies")
     with closing(Segment(os.dup(fd), "")) as segment:
         slots = VersionSlots(segment, 2)
         slots.prepare(NUM_BYTES, 11)
         for step in (3, 6):
-            write = slots.begin(step)
+            write = slots.begin(step, incarnation)
             assert write is not None
             segment.slot(write.slot)[:] = step
             slots.commit(write, f"{step:032x}")
-    yield fd
-    os.close(fd)
+    return fd
 
 
 def copies_of(run_dir: Path, start: str | None = None, rank: int = 1) -> LeftCopies:
@@ -106,3 +112,15 @@ def test_one_rank_says_what_is_written_and_each_what_is_not(
     (run_dir / "memory").touch()
     copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
     assert "actor-1: its copy of the training state cannot be written to" in capsys.readouterr().err
+
+
+def test_the_copies_of_a_rank_of_another_host_are_written_unless_its_own_supervisor_has(run_dir: Path, memory: int):
+    second = memory_with_copies(incarnation=0)  # of rank 0
+    saved = SavedStates(run_dir)
+    own = StateHead(6, f"{6:032x}", 11, 1, 2, start_in(run_dir))
+    saved.write(0, own, np.zeros(1, np.uint8))
+    copies_of(run_dir).write({SEGMENT_FD: memory, SECOND_FD: second}, has_ended=False)
+    os.close(second)
+    assert saved.newest(0, 9, 2) == (6, []) and saved.newest(0, 5, 2) == (3, [])
+    assert saved.head(6, 0) == own
+    assert np.array_equal(saved.content(3, 0), np.full(NUM_BYTES, 3, np.uint8))

@@ -352,6 +352,14 @@ def test_the_copies_of_a_trainer_that_is_not_started_again_are_left_in_the_run_f
     assert "after step 3 to" in errors or head is None
 
 
+@pytest.mark.parametrize("keeps_others", [False, True])
+def test_the_supervisor_of_an_actor_leaves_the_copies_of_another_hosts_rank_too(supervisor, keeps_others: bool):
+    running = supervisor("actor-0", {"actor-0": ["copy"]}, config="run.steps: 9", keeps_others=keeps_others)
+    running.end()
+    saved = SavedStates(running.run_dir)
+    assert [saved.head(3, rank) is not None for rank in (0, 1)] == [True, keeps_others]
+
+
 def test_a_run_folder_that_was_renamed_gets_the_copies(supervisor):
     running = supervisor("actor-0", {"actor-0": ["copy and wait"]}, config="run.steps: 9")
     running.wait_for("actor-0 copied")

@@ -20,8 +20,8 @@ from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..actor_group import ThreadGroup
 
 NUM_COPIES = 2
-_DEADLINE_S = 60.0
-"""Of a piece."""
+_DEADLINE_S = 120.0
+"""Of an exchange. The update waits for it, for no longer than it waits for the copy itself."""
 _PIECE_BYTES = 64 << 20
 _DIGEST_BYTES = 16
 
@@ -34,6 +34,7 @@ class SecondCopies:
         self._partners = partners
         self._team = team
         self.is_off = False
+        self._ends_at = 0.0
 
     def exchange(self, mine: StoredVersion | None, fingerprint: int, buffer: np.ndarray) -> float:
         """Send this rank's newest copy, None without one, and keep that of the partner; returns the seconds that it took.
@@ -43,6 +44,7 @@ class SecondCopies:
         started = time.monotonic()
         if self.is_off:
             return 0.0
+        self._ends_at = started + _DEADLINE_S
         try:
             self._exchange(mine, fingerprint, buffer)
         except (OSError, RuntimeError, ValueError, MemoryError, HeadraceError) as error:
@@ -71,7 +73,7 @@ class SecondCopies:
         self._slots.commit(write, theirs[-_DIGEST_BYTES:].tobytes().hex())
 
     def _swap(self, sent: Tensor, received: Tensor) -> None:
-        """Send bytes to the one partner while those of the other arrive. Raises `RuntimeError` after a deadline for each piece."""
+        """Send bytes to the one partner while those of the other arrive. Raises `RuntimeError` after the deadline."""
         group = self._team.process_group
         for at in range(0, max(len(sent), len(received)), _PIECE_BYTES):
             works: list[dist.Work | None] = []
@@ -81,4 +83,4 @@ class SecondCopies:
                 works.append(dist.irecv(received[at : at + _PIECE_BYTES], self._partners.kept, group=group))
             for work in works:
                 assert work is not None
-                work.wait(timedelta(seconds=_DEADLINE_S))
+                work.wait(timedelta(seconds=max(0.001, self._ends_at - time.monotonic())))

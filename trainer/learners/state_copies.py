@@ -343,8 +343,9 @@ class StateCopies:
                         leaf.view(buffer).copy_(leaf.tensor, non_blocking=True)
             self._stream.synchronize()
         failpoint("copy", step=step)
-        self._slots.commit(write, layout.write(buffer))
-        return write
+        written = write._replace(digest=layout.write(buffer))
+        self._slots.commit(write, written.digest)
+        return written
 
     # ---------------------------------------------------------------------------------------------- after a restart
 
