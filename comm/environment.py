@@ -14,6 +14,8 @@ SEGMENT_FD = "HEADRACE_SEGMENT_FD"
 """Descriptor of the shared memory of a relay or a rank of the trainer; its supervisor has it under the same number."""
 SECOND_FD = "HEADRACE_SECOND_FD"
 """The same for the copies of another rank of the trainer, which is on another host."""
+LACKS_MEMORY = "HEADRACE_LACKS_MEMORY"
+"""Set for a role's process that comes after one which the kernel has killed for memory."""
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The GPUs of a job, and of a supervisor's child; empty hides every GPU."""
@@ -49,7 +51,7 @@ _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME
 """Makes threads without work sleep at once, with GNU's OpenMP and with Intel's. None is bound to a core: all processes would bind theirs
 to the same cores."""
 
-_OF_THE_RUN = ("HEADRACE_SECRET", STORE, JOINING, RUN_ID, SEGMENT_FD, SECOND_FD)
+_OF_THE_RUN = ("HEADRACE_SECRET", STORE, JOINING, RUN_ID, SEGMENT_FD, SECOND_FD, LACKS_MEMORY)
 
 
 def environment_of_threads(num: int) -> dict[str, str]:

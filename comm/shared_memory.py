@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 HEADER_BYTES = 4096
 _PAGE = 4096
 _MADV_POPULATE_WRITE = 23
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _SHAPE_WORDS = 2  # slot bytes and number of slots; the words after them are the owner's
 
 
@@ -93,6 +94,11 @@ class Segment:
         """Number of slots; 0 before `allocate`."""
         return int(self._shape[1])
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the host's memory that the segment takes."""
+        return 512 * os.fstat(self._fd).st_blocks
+
     def allocate(self, num_slots: int, slot_bytes: int) -> None:
         """Give the segment its slots, or more of them."""
         assert self.slot_bytes in (0, slot_bytes), (
@@ -108,6 +114,17 @@ class Segment:
             if self._mapped_shape != (self.num_slots, self.slot_bytes):
                 self._map()
             return self._slots[index]
+
+    def free(self) -> None:
+        """Give the host the memory of all slots back; views of them have zeros. Raises `OSError` if the kernel refuses."""
+        self._slots = []  # what is pinned stays in memory
+        self._mapped_shape = (0, 0)
+        punch = ctypes.CDLL(None, use_errno=True).fallocate
+        num_bytes = os.fstat(self._fd).st_size - HEADER_BYTES
+        mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+        if num_bytes and punch(self._fd, mode, ctypes.c_int64(HEADER_BYTES), ctypes.c_int64(num_bytes)):
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
 
     def try_lock(self, slot: int, lock: Lock) -> bool:
         """Lock a slot; False if a lock of another opening of the segment conflicts."""
@@ -144,8 +161,8 @@ class Segment:
         stride = _round_up(self.slot_bytes)
         num_bytes = self.slot_bytes
         memory = mmap.mmap(self._fd, HEADER_BYTES + self.num_slots * stride, flags=mmap.MAP_SHARED)
+        _populate(np.frombuffer(memory, dtype=np.uint8))
         whole = np.frombuffer(memory, dtype=np.uint8, offset=HEADER_BYTES)
-        _populate(whole)
         self._slots = [whole[i * stride : i * stride + num_bytes] for i in range(self.num_slots)]
         self._mapped_shape = (self.num_slots, num_bytes)
 
@@ -184,7 +201,7 @@ def host_buffer(num_bytes: int) -> np.ndarray:
 
 
 def _populate(memory: np.ndarray) -> None:
-    """Map all pages of shared memory that begins with a page.
+    """Map all pages of a mapping of shared memory. Pages may be larger than the header, so it is populated from its start.
 
     Python holds all other threads while it maps with MAP_POPULATE: for 1.4 s where 1.6 GB are new. Kernels before 5.14 know no other way, so
     there each page is read.

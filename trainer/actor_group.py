@@ -4,6 +4,7 @@ Only rank 0 talks to the hub. It broadcasts the metadata of each batch, and each
 """
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..comm.environment import GPU_PROCESSES
 from ..comm.errors import PeerGone
 from ..comm.fleet import Fleet, Member, StoreFleet, member_name
 from ..comm.links.host import bind_process_groups
@@ -51,7 +53,7 @@ class ActorGroup:
         """The trainer's incarnation, which is rank 0's."""
         self.sums_once = False
         """Whether gradients of the policy are summed over the ranks for each update alone, and not in each micro-batch."""
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._settings = settings or TrainerSettings()
         self._is_connected = False
         self._is_closed = threading.Event()
@@ -93,19 +95,19 @@ class ActorGroup:
         if self.device.type == "cuda":
             # A device mesh would choose a GPU by torchrun's LOCAL_RANK, though this process sees its own GPU alone.
             torch.cuda.set_device(self.device)
-        with waiting("the other actor ranks", "their process group", self._deadline_s):
+        with waiting("the other actor ranks", "their process group", self.deadline_s):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 store=store,
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=self._deadline_s + _SLACK_S),
+                timeout=timedelta(seconds=self.deadline_s + _SLACK_S),
             )
         self._is_connected = True
 
     def clone_for_thread(self) -> "ThreadGroup | None":
         """A second group of the same ranks, for the collectives of a thread of each; None for a single rank."""
-        return ThreadGroup(self.rank, self.size, self._deadline_s + _SLACK_S) if self.size > 1 else None
+        return ThreadGroup(self.rank, self.size, self.deadline_s + _SLACK_S) if self.size > 1 else None
 
     @property
     def is_lead(self) -> bool:
@@ -133,12 +135,23 @@ class ActorGroup:
         policy = load_policy(recipe.model.path, "float32", device, shard=prepare)
         if recipe.trainer.compile:
             policy.compile_layers()
-        num_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+        num_bytes, num_processes = self.smallest_gpu()
         sizes = PolicySizes.of(policy.config.to_dict())
         if wants_checkpointing(sizes, recipe, num_bytes):
             policy.checkpoint_activations()
-        self.sums_once = wants_one_sum(sizes, recipe, num_bytes)
+        self.sums_once = wants_one_sum(sizes, recipe, num_bytes, num_processes)
         return policy
+
+    def smallest_gpu(self) -> tuple[float | None, int]:
+        """Bytes of the smallest GPU of a rank, and the most processes of the run on one; None and 1 without GPUs. A collective.
+
+        What follows from them is the same on all ranks, which would wait for each other's collectives forever if it were not.
+        """
+        if self.device.type != "cuda":
+            return None, 1
+        size = float(torch.cuda.mem_get_info(self.device)[1])
+        least, most = self.all_reduce_max([-size, float(os.environ.get(GPU_PROCESSES, "1"))])
+        return -least, int(most)
 
     def shard(self, policy: "Policy", layer_type: torch.dtype | None = None) -> None:
         """Shard the policy by rows over the ranks, each layer and then the rest, and place it on the device.

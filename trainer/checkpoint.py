@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 # DCP says that it runs in a single process, which is right for one rank of the trainer.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-
+CHECKPOINT_PERIOD_S = 1800.0
+"""Seconds between two checkpoints where `checkpoint.every` is null."""
 _TRAINED = StateDictOptions(strict=False)
 """Frozen weights are not in the state. DCP itself refuses a checkpoint that lacks a trained one."""
 _CUDA_RNG = "trainer.rng.cuda"
@@ -267,12 +268,12 @@ class CheckpointWriter:
 
     def _on_failure(self, path: Path, error: Exception) -> None:
         """Remove the incomplete checkpoint. If the disk is full, it is given up: the previous one is kept, and training continues."""
+        is_full = isinstance(error, OSError) and is_unwritable(error)
         try:
             raise_if_unwritable(path)
-            cause = error
         except OSError as found:
-            cause = found
-        if any(isinstance(each, OSError) and is_unwritable(each) for each in (error, cause)):
+            is_full |= is_unwritable(found)
+        if is_full:
             say(f"{describe_unwritable(path)}; this checkpoint is given up, and training continues")
         else:
             self._error = error

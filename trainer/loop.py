@@ -36,19 +36,16 @@ from .alarms.balance import Balance, layout_of
 from .alarms.collapse import CollapseWatch
 from .alarms.cut_responses import CutResponses
 from .algorithms.objective import has_gradient
-from .checkpoint import CheckpointWriter
+from .checkpoint import CHECKPOINT_PERIOD_S, CheckpointWriter
 from .learners.base import Learner, open_learner
-from .learners.state_copies import StateCopies
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .progress import behind_line, progress
-from .recovery import has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
+from .recovery import copies_of, has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
 from .step_metrics import StepMetrics
 
 _CHECKPOINTS_WITH_ROWS = 2
 """Number of the newest checkpoints after which rows are kept: if the last one is damaged, training resumes from the one before."""
-CHECKPOINT_PERIOD_S = 1800.0
-"""Seconds between two checkpoints where `checkpoint.every` is null."""
 
 
 class Trainer:
@@ -92,7 +89,7 @@ class Trainer:
             on_written=lambda step, path: self.mailbox.send("hub", CheckpointWritten(step, path)),
         )  # fmt: skip
         self.checkpoints.newest = self.restored.checkpoint
-        self.copies: StateCopies | None = getattr(self.learner, "copies", None)
+        self.copies = copies_of(self.learner)
         self.recorder = RunRecorder(self) if self.group.is_lead else None
         self.checkpoint_after = -1
         """The hub has requested a checkpoint of a later step than this, in addition to those that are due."""

@@ -16,8 +16,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `model.dtype`."""
 CHUNK_BYTES = 512 << 20
 """One chunk of logits on a GPU (`policy.head`)."""
-_HOST_CHUNK_BYTES = 4 << 20
-"""One chunk of logits on a host without a GPU."""
+_HOST_CHUNK_BYTES = 2 << 20
+"""One chunk of logits on a host without a GPU, where the head's weight is read in parts."""
 PROCESS = "process"
 """The part of host memory that a process takes before it holds anything: Python, torch, and in trainer and rollout transformers."""
 TRANSFORMERS_BYTES = 0.265e9
@@ -126,6 +126,11 @@ class PolicySizes:
     def num_parameters(self) -> int:
         return self.num_layers * self.layer_parameters + self.other_parameters
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and LM head are one matrix."""
+        return self.other_parameters < 2 * self.vocab * self.hidden
+
     def adapted(self, lora: LoraSettings) -> list[tuple[int, int]]:
         """Inputs and outputs of one layer's modules that have an adapter."""
         wanted = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
@@ -165,9 +170,11 @@ def actor_memory(
     checkpointing: bool,
     on_gpu: bool = True,
     row_tokens: int | None = None,
+    sums_once: bool = False,
     keeps_others: bool = False,
 ) -> MemoryEstimate:
-    """The memory of one rank of the trainer. `row_tokens`: those of the longest trajectory, where the data are known.
+    """The memory of one rank of the trainer. `row_tokens`: those of the longest trajectory, where the data are known. `sums_once`: what
+    `wants_one_sum` says.
 
     keeps_others: it keeps two copies of the state of a rank on another host.
     """
@@ -182,9 +189,12 @@ def actor_memory(
         if lora.rank
         else 0
     )
-    share = (sizes.adapter_parameters(lora) if lora.rank else sizes.num_parameters) / ranks
+    trained = sizes.adapter_parameters(lora) if lora.rank else sizes.num_parameters
+    share = trained / ranks
     weights = frozen / ranks + 4 * share
     states: dict[str, float] = {"weights": weights, "gradients": 4 * share, "moments": moments * share}
+    if sums_once:
+        states["whole gradients"] = 4.0 * trained
     if recipe.algorithm.kl_coef > 0 and not recipe.roles.reference and not lora.rank:
         states["reference policy"] = 4 * share
     if recipe.algorithm.advantage == "gae":
@@ -241,11 +251,15 @@ def _micro_batch(
     layer = sizes.layer_activations(half=half, trained=trained)
     kept = 4 * sizes.num_layers * sizes.hidden + layer if checkpointing else sizes.num_layers * layer
     work["activations"] = tokens * (kept + 4 * 5 * sizes.hidden)
-    # Two chunks of logits, the weight's gradient, and for bfloat16 a copy of the weight and a product to add.
-    logits = max(CHUNK_BYTES if on_gpu else _HOST_CHUNK_BYTES, 4 * 128 * sizes.vocab)
-    work["LM head"] = 2 * logits + head * (gradients + (2 + gradients if half else 0))
-    if half and not on_gpu:
-        work["LM head"] += 4 * head  # a CPU multiplies in fp32
+    # Two chunks of logits and the weight's gradient.
+    has_parts = not on_gpu and not recipe.generator.exact
+    chunk = CHUNK_BYTES if on_gpu else _HOST_CHUNK_BYTES
+    work["LM head"] = 2 * (chunk if has_parts else max(chunk, 4 * 128 * sizes.vocab)) + head * gradients
+    if half and not has_parts:
+        # A copy of the whole weight and a product to add. A CPU multiplies in fp32.
+        work["LM head"] += head * (2 + gradients + (0 if on_gpu else 4))
+    if trained and sizes.is_tied:  # at the end, without activations, the gradients of both uses and their sum
+        work["LM head"] = max(work["LM head"], 3 * gradients * head - work["activations"])
     return work if on_gpu else work | {"heap fragmentation": _HOLES * sum(work.values())}
 
 
@@ -296,12 +310,13 @@ def wants_checkpointing(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | N
     return actor_memory(sizes, recipe, checkpointing=False).device_bytes > _CHECKPOINTING_FROM * gpu_bytes
 
 
-def wants_one_sum(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None) -> bool:
-    """Whether the ranks sum their gradients once for each update, and not in each micro-batch: where a GPU of this size has room for whole ones."""
-    if recipe.roles.actor == 1 or gpu_bytes is None or recipe.trainer.offload:
+def wants_one_sum(sizes: PolicySizes, recipe: Recipe, gpu_bytes: float | None, num_processes: int) -> bool:
+    """Whether the ranks sum their gradients once for each update, and not in each micro-batch: where a GPU of this size has room for whole ones.
+
+    Not where it has several processes of the run: the others take the rest of it. By the recipe alone, so that all ranks and `--dry-run` agree.
+    """
+    if recipe.roles.actor == 1 or gpu_bytes is None or num_processes > 1 or recipe.trainer.offload:
         return False
     checkpointing = wants_checkpointing(sizes, recipe, gpu_bytes)
-    whole = 4 * (sizes.adapter_parameters(recipe.lora) if recipe.lora.rank else sizes.num_parameters)
-    return (
-        actor_memory(sizes, recipe, checkpointing=checkpointing).device_bytes + whole < _WHOLE_GRADIENTS_TO * gpu_bytes
-    )
+    need = actor_memory(sizes, recipe, checkpointing=checkpointing, sums_once=True)
+    return need.device_bytes < _WHOLE_GRADIENTS_TO * gpu_bytes

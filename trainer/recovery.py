@@ -15,12 +15,12 @@ from ..comm.waits import waiting
 from ..relay.checkpoints import CheckpointFolder
 from ..relay.queue.requester import POLL_S, REPEAT_S
 from ..relay.queue.stream import RunStopped
+from .learners.state_copies import StateCopies
 from .step_log import StepReplay
 from .step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from .learners.base import Learner
-    from .learners.state_copies import StateCopies
 
 
 def request_restart(mailbox: Mailbox, incarnation: int, deadline_s: float) -> RestartPoint:
@@ -65,21 +65,35 @@ def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_ch
     a damaged one, and trains more steps again.
     """
     folder = CheckpointFolder(run_dir)
-    newest = None
-    if learner.group.is_lead and num_trained >= 0:
-        newest = folder.latest() if is_checked else folder.newest_usable()
-    found = learner.group.all_reduce_max([-1.0 if newest is None else float(newest), float(num_trained)])
-    checkpoint, num_trained = map(int, found)
-    copies: StateCopies | None = getattr(learner, "copies", None)  # engines of users, and emulated ones, have none
+    group = learner.group
+    asks = group.is_lead and num_trained >= 0
+    latest = folder.latest() if asks else None
+    checkpoint, num_trained = map(int, group.all_reduce_max([float(_step_of(latest)), float(num_trained)]))
+    copies = copies_of(learner)
     copy = -1 if copies is None else copies.newest(num_trained, checkpoint)
-    source = "the initial weights"
+    if copy < max(checkpoint, 0) and not is_checked:
+        usable = folder.newest_usable() if asks else None  # reads whole checkpoints
+        checkpoint = int(group.all_reduce_max([float(_step_of(usable))])[0])
     if copies is not None and copy >= max(checkpoint, 0):
         copies.restore(copy)
         source = f"{copies.source} of step {copy}"
-    elif checkpoint >= 0:
-        learner.restore(folder.path(checkpoint))
-        source = f"the checkpoint of step {checkpoint}"
+    else:
+        if copies is not None:
+            copies.forget()
+        if checkpoint >= 0:
+            learner.restore(folder.path(checkpoint))
+        source = f"the checkpoint of step {checkpoint}" if checkpoint >= 0 else "the initial weights"
     return Restored(max(learner.version, num_trained), max(checkpoint, 0), source)
+
+
+def _step_of(checkpoint: int | None) -> int:
+    return -1 if checkpoint is None else checkpoint
+
+
+def copies_of(learner: "Learner") -> StateCopies | None:
+    """The learner's copies of its state in memory: engines of users, and emulated ones, have none."""
+    copies = getattr(learner, "copies", None)
+    return copies if isinstance(copies, StateCopies) else None
 
 
 def has_rows(learner: "Learner", run_dir: Path, step: int, run_id: str) -> bool:

@@ -33,7 +33,7 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefix_tree: bool = True
     """Compute tokens that rows of a micro-batch share from their first one on, such as a group's prompt, once for all of them."""
     compile: bool = False
-    """Compile the layers by torch.compile, which takes minutes in the first step; for small policies on GPUs. Needs a C++ compiler, and Triton on a GPU."""
+    """Compile the layers by torch.compile, so the first step takes longer; for small policies on GPUs. Needs a C++ compiler, and Triton on a GPU."""
     threads: Count | None = None
     """Threads of each rank of the trainer and of the reference; null chooses by the host's cores and the other processes there."""
 

@@ -23,6 +23,7 @@ from ...trainer.memory import (
     actor_memory,
     rollout_memory,
     wants_checkpointing,
+    wants_one_sum,
 )
 from ..placement import Placement, actors_partners, visible_devices
 from .gpus import Gpus
@@ -90,7 +91,10 @@ class MemoryPlan:
         tokens = context if longest is None else longest.row_tokens(recipe.environment, wanted, context)
         self.row_tokens = tokens
         """Tokens of the longest trajectory."""
-        self.is_checkpointed = wants_checkpointing(sizes, recipe, gpus.gb * _GB or None)
+        gpu_bytes = gpus.gb * _GB or None
+        self.is_checkpointed = wants_checkpointing(sizes, recipe, gpu_bytes)
+        beside = max((len(roles) for roles in self._gpu_roles if "actor" in roles), default=1)
+        sums_once = wants_one_sum(sizes, recipe, gpu_bytes, beside)
         known = None if longest is None else tokens
         layer = sizes.layer_activations(half=dtype == "bfloat16", trained=True)
         # Versions are in shared memory, which counts here alone; the rows are those of two steps.
@@ -104,6 +108,7 @@ class MemoryPlan:
                 on_gpu=on_gpu,
                 row_tokens=known,
                 keeps_others=actors_partners(0, places) is not None,
+                sums_once=sums_once,
             ),
             "rollout": rollout_memory(sizes, recipe, tokens, on_gpu=on_gpu, room=room),
             "relay": MemoryEstimate({}, {"3 versions": versions, "rows": rows, PROCESS: _TORCH_BYTES}),

@@ -8,7 +8,6 @@ starts the run's store, and the supervisor of relay-0 also starts the hub.
 import os
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ...comm.environment import (
     GPU_PROCESSES,
+    LACKS_MEMORY,
     RUN_ID,
     SECOND_FD,
     SEGMENT_FD,
@@ -26,7 +26,7 @@ from ...comm.environment import (
     environment_of_threads,
 )
 from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT, SettingError, StoreGone
-from ...comm.links.host import listening_address, split_address
+from ...comm.links.host import listening_address
 from ...comm.memfd import create_memory
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
@@ -48,7 +48,7 @@ from .child import Child, ChildCommands, describe_exit, print_message
 from .memory_kill import MemoryKills
 from .secret import read_secret
 from .signals import block_signals, wait_for_signal
-from .store_address import read_address, start_id
+from .store_address import has_store_ended, read_address, start_id
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -58,8 +58,6 @@ POLL_S = 0.5
 """Seconds between two checks for the summary."""
 STORE_POLL_S = 0.02
 """Seconds between two checks for the address of the store that is starting."""
-STORE_ANSWER_S = 1.0
-"""Seconds within which a store answers a connection."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -108,20 +106,6 @@ def classify_exit(
     return ExitKind.FAILED_UNREPORTED
 
 
-def has_store_ended(address: str) -> bool:
-    """Whether the run's store is no more; one that is frozen, or whose host does not answer, may come back.
-
-    A store greets each connection. One that is being killed still takes some, until the kernel has closed its socket.
-    """
-    try:
-        with socket.create_connection(split_address(address), STORE_ANSWER_S) as connection:
-            return not connection.recv(1)
-    except ConnectionError:
-        return True
-    except OSError:
-        return False
-
-
 @dataclass(slots=True)
 class Supervisor:
     """The parent of one role's process, and on some ranks of the store or the hub."""
@@ -164,6 +148,8 @@ class Supervisor:
     failed_starts: dict[str, list[float]] = field(default_factory=dict)
     """When each of them could not be started; empty once it has been."""
     kills: MemoryKills = field(default_factory=MemoryKills)
+    lacks_memory: bool = False
+    """Whether the kernel has killed the role's process for memory."""
     folder: FolderWatch = field(init=False)
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Tells the hub, when it is started again, the journal of this start from that of an earlier one."""
@@ -284,6 +270,8 @@ class Supervisor:
             environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
             environment |= {variable: str(fd) for variable, fd in self.segments.items()}
             pass_fds = (*self.segments.values(),)
+            if self.lacks_memory:
+                environment[LACKS_MEMORY] = "1"
         elif name == "store":
             environment["HEADRACE_SECRET"] = read_secret(Path(self.recipe.run.dir)).decode()
         log = Path(self.recipe.run.dir) / "logs" / f"{name}.log"
@@ -322,6 +310,7 @@ class Supervisor:
         """How a child ended, and whether that says why: its log says nothing about a kill by the kernel."""
         role = self.placement.role if child.name == self.placement.name else child.name
         cause = self.kills.explain(child.name, role) if code == -signal.SIGKILL else ""
+        self.lacks_memory |= bool(cause) and child.name == self.placement.name
         if code == MEMORY_FULL_EXIT:
             cause = f"{child.name}{child.last_line()}"
         return cause or describe_exit(child.name, code), bool(cause)

@@ -60,6 +60,8 @@ def tree_rounds(
     for row in sorted(rows, key=lambda row: -row.num_tokens):
         groups.setdefault(row.row.group, []).append(row)
     parts = [part for group in groups.values() for part in _cut(group, max_tokens)]
+    if all(part.num_computed == part.num_tokens for part in parts):
+        return rounds(rows, num_ranks, max_tokens)  # rows fill micro-batches better than groups do
     return _dealt(_evened(parts, num_ranks), num_ranks, max_tokens)
 
 

@@ -70,7 +70,7 @@ class VersionSlots:
         """Allocate the slots for a layout; does nothing for the same layout again. Raises `WrongDigest` for another."""
         if self.fingerprint not in (0, fingerprint):
             raise WrongDigest(
-                "the relay holds weights of another layout: is `model.path` or `model.dtype` not the same?"
+                "the memory has slots of another layout: is `model.path` or `model.dtype` not the same as before?"
             )
         if not self.fingerprint:
             self.segment.allocate(self._num_slots, num_bytes)
@@ -125,6 +125,20 @@ class VersionSlots:
         if self._slot(write.slot)[_GENERATION] == write.generation:
             self._slot(write.slot)[_VERSION] = -1
             self._unlock(write)
+
+    def keep(self, chosen: StoredVersion | None) -> None:
+        """Give up all versions but one that is complete; it becomes the newest. None gives up all."""
+        self.segment.words[_NEWEST] = 0 if chosen is None else chosen.slot + 1
+        for index in range(self.segment.num_slots):
+            if chosen is None or index != chosen.slot:
+                self._slot(index)[_VERSION] = -1
+
+    def free(self) -> None:
+        """Give up all versions, and give their memory back to the host. Nothing may read or write them meanwhile."""
+        self.keep(None)
+        self.segment.words[_LAYOUT] = 0
+        self._pinned = []
+        self.segment.free()
 
     def pin(self) -> None:
         """Pin the slots for copies from a GPU, once, as long as these slots live."""

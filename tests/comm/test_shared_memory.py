@@ -139,3 +139,24 @@ def test_all_pages_of_the_slots_are_there_before_a_copy_whatever_the_kernel_know
     assert segment.slot(0)[-1] == 0
     assert os.fstat(segment._fd).st_blocks * 512 >= 2 << 20
     segment.close()
+
+
+def test_freed_slots_take_no_memory_and_can_be_written_again(segment):
+    segment.slot(1)[:] = 7
+    assert segment.held_bytes >= 30_000
+    segment.free()
+    assert segment.held_bytes <= 2 * shared_memory.HEADER_BYTES
+    assert not segment.slot(1).any()
+    segment.slot(2)[:] = 5
+    assert (segment.slot(2) == 5).all() and segment.held_bytes >= 30_000
+    empty = Segment.create_anonymous()
+    empty.free()
+    empty.close()
+
+
+def test_a_mapping_is_populated_from_its_start_since_pages_may_be_larger_than_the_header(segment, monkeypatch):
+    populated = []
+    monkeypatch.setattr(shared_memory, "_populate", populated.append)
+    first = segment.slot(0)
+    assert [first.ctypes.data - memory.ctypes.data for memory in populated] == [shared_memory.HEADER_BYTES]
+    populated.clear()  # it holds the mapping

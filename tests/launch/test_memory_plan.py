@@ -59,6 +59,17 @@ def test_half_a_billion_parameters_train_on_one_gpu_of_24_gb_with_room(dry_run):
     assert len(room_of(text)) == 1 and room_of(text)[0] > 0.1
 
 
+def test_whole_gradients_are_planned_where_ranks_sum_them_once(dry_run):
+    def actor_line(*words):
+        code, text = dry_run(SMALL, *LONG, "roles.actor=2", *words)
+        assert code == 0
+        return next(line for line in text.splitlines() if "moments" in line)
+
+    assert "whole gradients 1.976" in actor_line("--gpus=3x80"), "4 bytes for each of 494M parameters"
+    assert "whole gradients" not in actor_line("--gpus=3x14"), "no room"
+    assert "whole gradients" not in actor_line("--gpus=2x80", "generator.gpu_share=0.3"), "a GPU has two processes"
+
+
 @pytest.mark.parametrize(
     ("config", "words", "advice"),
     [

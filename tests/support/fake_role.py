@@ -40,6 +40,8 @@ def main() -> int:
         (run / "address").write_text(f"127.0.0.1:1\n{arguments.start}\n")
     note(f"threads {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']} {os.environ['GOMP_SPINCOUNT']}")
     note(f"start {os.getpid()} {os.environ.get('HEADRACE_SEGMENT_FD', '-')}")
+    if "HEADRACE_LACKS_MEMORY" in os.environ:
+        note("lacks memory")
     match action:
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -8,6 +8,7 @@ whatever its parent has changed in imported modules. Tests of single runs use fo
 import atexit
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import os
 import runpy
@@ -27,6 +28,9 @@ FORKED = (
 """Modules whose processes are forks. Other commands are started as ever: what a rollout starts would inherit the locks of its threads."""
 _FIRST_OWN = 3
 """The first descriptor beside standard input, output and error."""
+_FIRST_COPY = 200
+"""Descriptors are copied from here on for a fork. In it libuv, which torchrun has loaded, closes the numbers of its own pipe, which may be
+others here by now, and opens them again."""
 
 
 def run(words: Sequence[str], console: str) -> NoReturn:
@@ -48,12 +52,16 @@ def _fork_exec(
         return original(words, executables, closes, kept, *given)
     folder, environment, *pipes = given[:10]
     is_session, prepare = given[11], given[17]
+    kept = [each for each in kept if each != pipes[7]]  # the end of that one says that the process has started
+    copies = {each: fcntl.fcntl(each, fcntl.F_DUPFD, _FIRST_COPY) for each in {*pipes[:6], *kept} - {-1}}
     if pid := os.fork():
+        for copy in copies.values():
+            os.close(copy)
         return pid
     try:
-        _inherit(
-            pipes[:6], [each for each in kept if each != pipes[7]]
-        )  # the end of that one says that the process has started
+        for number in kept:
+            os.dup2(copies[number], number)
+        _inherit([copies.get(each, -1) for each in pipes[:6]], kept)
         if folder is not None:
             os.chdir(folder)
         _forget_signals()

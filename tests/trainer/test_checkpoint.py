@@ -1,11 +1,13 @@
 """A checkpoint holds everything that training needs to continue bit for bit."""
 
 import errno
+import gc
 import io
 import os
 import pickle
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import CheckpointSettings, LoraSettings, ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.queue.batch import Batch
 from headrace.relay.weights.saved_states import SavedStates, StateHead
+from headrace.trainer import checkpoint
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import CheckpointWriter, load_state, save_state, staged
 from headrace.trainer.checkpoint_reader import _MetadataUnpickler
@@ -263,6 +266,29 @@ def test_the_state_is_copied_when_the_copy_before_is_written(tmp_path: Path):
         disk.writer.begin(step, stage)
     disk.writer.close()
     assert written == [[], [1]], "host memory has room for one copy"
+
+
+def test_a_checkpoint_that_is_given_up_leaves_nothing_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, writes = Disk(tmp_path), list["weakref.ref[Callable[[Path], None]]"]()
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def stage() -> Callable[[Path], None]:
+        def write(folder: Path) -> None:
+            full(folder)
+
+        writes.append(weakref.ref(write))
+        return write
+
+    monkeypatch.setattr(checkpoint, "raise_if_unwritable", full)
+    gc.disable()
+    try:
+        disk.writer.begin(4, stage)
+        disk.writer.close()
+        assert writes[0]() is None, "without a collection of cycles"
+    finally:
+        gc.enable()
 
 
 def test_one_checkpoint_is_written_at_a_time_and_old_ones_are_removed(tmp_path: Path):

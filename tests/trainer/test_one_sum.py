@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support import forks
-from support.actors import DEADLINE_S, TESTS
+from support.actors import DEADLINE_S, TESTS, on_two_ranks
 from support.policies import tiny_policy
 
 from headrace.comm.recipe import LoraSettings, ModelSettings, Recipe, RoleSettings, TrainerSettings
@@ -50,6 +50,15 @@ def train_two_steps(sums_once):
         norms.append(train(actor, batches)["actor/grad_norm"])
     return norms, [gather_full(p.detach()) for p in actor.policy.parameters()], len(sums)
 
+def train_after_a_discarded_batch(is_begun):
+    actor_group.wants_one_sum = lambda *_: True
+    actor = actor_of(recipe_of(folder + "/qwen2", **{"batch.prompts_per_step": 8}), group)
+    if is_begun:
+        actor.accumulate(batch_of(9, num_groups=4, total=8, group=group), StepMetrics())
+        actor.discard()
+    return train(actor, [batch_of(0, num_groups=8, total=8, group=group)])["actor/grad_norm"]
+
+assert train_after_a_discarded_batch(True) == train_after_a_discarded_batch(False)
 (norms, weights, many), (own_norms, own_weights, few) = train_two_steps(False), train_two_steps(True)
 assert all(abs(a - b) < 1e-6 * a for a, b in zip(norms, own_norms)), (norms, own_norms)
 assert all((a - b).abs().max() < 1e-6 for a, b in zip(weights, own_weights))
@@ -62,7 +71,9 @@ end_process(0)
 @pytest.mark.parametrize(
     ("size", "shards"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)], ids=["two", "two by two"]
 )
-def test_gradients_are_summed_once_for_an_update_where_there_is_room(tmp_path: Path, size: int, shards: int):
+def test_gradients_are_summed_once_for_an_update_where_there_is_room_and_can_be_discarded(
+    tmp_path: Path, size: int, shards: int
+):
     tiny_policy(tmp_path, "qwen2")
     ranks = [forks.start(RANK, [TESTS, tmp_path, rank, size, shards]) for rank in range(size)]
     for rank in ranks:
@@ -71,17 +82,35 @@ def test_gradients_are_summed_once_for_an_update_where_there_is_room(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings", "gigabytes", "expected"),
+    ("ranks", "settings", "gigabytes", "num_processes", "expected"),
     [
-        (8, {}, 141, True),
-        (8, {}, 80, False),
-        (2, {}, 80, False),
-        (1, {}, 800, False),
-        (8, {}, None, False),
-        (8, {"trainer": TrainerSettings(offload=True)}, 80, False),
-        (2, {"lora": LoraSettings(rank=8)}, 80, True),
+        (8, {}, 141, 1, True),
+        (8, {}, 141, 2, False),
+        (8, {}, 80, 1, False),
+        (2, {}, 80, 1, False),
+        (1, {}, 800, 1, False),
+        (8, {}, None, 1, False),
+        (8, {"trainer": TrainerSettings(offload=True)}, 80, 1, False),
+        (2, {"lora": LoraSettings(rank=8)}, 80, 1, True),
     ],
 )
-def test_whole_gradients_are_kept_where_the_estimate_leaves_room_for_them(ranks, settings, gigabytes, expected):
+def test_whole_gradients_are_kept_where_the_estimate_leaves_room_for_them(
+    ranks, settings, gigabytes, num_processes, expected
+):
     recipe = Recipe(model=ModelSettings(dtype="bfloat16"), roles=RoleSettings(actor=ranks), **settings)
-    assert wants_one_sum(SIZES, recipe, None if gigabytes is None else gigabytes * 1e9) is expected
+    assert wants_one_sum(SIZES, recipe, gigabytes and gigabytes * 1e9, num_processes) is expected
+
+
+DIFFERENT_GPUS = """
+import os
+group.device = torch.device("cuda")
+torch.cuda.mem_get_info = lambda _: (0, [80 << 30, 40 << 30][group.rank])
+os.environ["HEADRACE_GPU_PROCESSES"] = "21"[group.rank]
+assert group.smallest_gpu() == (40 << 30, 2)
+group.device = torch.device("cpu")
+assert group.smallest_gpu() == (None, 1)
+"""
+
+
+def test_ranks_decide_by_the_smallest_of_their_gpus(tmp_path: Path):
+    on_two_ranks(tmp_path, DIFFERENT_GPUS)

@@ -20,7 +20,7 @@ from ..batch import PADDING_TRAJECTORY, PackedBatch, Trajectory, TrajectoryBatch
 from ..checkpoint import TrainingState, load_state
 from ..logprobs import longest_in_tree, packed_logprobs, response_logprobs
 from ..policy.adapter_files import AdapterBase, check_adapter
-from ..policy.device import DeviceSums, to_device
+from ..policy.device import DeviceSums, finish_work, to_device
 from ..policy.lora import adapter_weights
 from ..policy.routers import recorded_routers
 from ..step_metrics import StepMetrics
@@ -66,6 +66,8 @@ class Actor:
         self._num_groups = 0
         self._totals = DeviceSums()
         """Of loss and weight since the last update, on this rank."""
+        self._is_summed = True
+        """Whether the ranks have summed all gradients so far."""
         self._update_s = 0.0
 
     @property
@@ -97,6 +99,7 @@ class Actor:
         if not self.needs_whole_step:
             self._add_advantages([taken])
             self._train([taken], stats)
+        finish_work(self.group.device)
         self._update_s += time.monotonic() - started
 
     def step(self, stats: StepMetrics) -> dict[str, float]:
@@ -120,6 +123,7 @@ class Actor:
         self.state.step += 1
         self.batches = []
         self.updates = []
+        finish_work(self.group.device)
         update_s = self._update_s + time.monotonic() - started
         self._update_s = 0.0
         return metrics | {"timing_s/update_actor": update_s}
@@ -134,7 +138,7 @@ class Actor:
             say(line)
 
     def discard(self) -> None:
-        """Forget the step in progress, because the run ends within it. The updates made so far are kept."""
+        """Forget the step in progress, because the run ends within it. The updates made so far are kept. A collective of all ranks."""
         if self.updates and self.group.is_lead:
             made = f"{len(self.updates)} of the {self._num_updates} updates of step {self.version + 1}"
             print(f"the run ends within a step: the weights include {made}, so a replay will differ", flush=True)
@@ -142,6 +146,7 @@ class Actor:
         self.updates = []
         self._num_groups = 0
         self._totals = DeviceSums()
+        self.sum_gradients()  # FSDP would add those of this rank to the next sum
         self.updater.discard()
         self.start.drop()
         if self.critic is not None:
@@ -183,8 +188,7 @@ class Actor:
         if router_loss is not None:
             stats.add_router_loss(router_loss)
         if needs_gradient:
-            self.group.sum_gradients(self.policy, is_wanted=False)
-            terms.loss.backward()
+            self.add_gradient(terms.loss)
         else:
             self.group.reshard(self.policy)
         self._totals.add(loss=terms.loss.detach(), weight=terms.weight)
@@ -233,16 +237,23 @@ class Actor:
         if self.critic is not None:
             self.critic.update(self.version)
 
+    def add_gradient(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch's loss. Where there is room, the ranks sum theirs later, in `sum_gradients`."""
+        self.group.sum_gradients(self.policy, is_wanted=False)
+        self._is_summed = not self.group.sums_once
+        loss.backward()
+
     def sum_gradients(self) -> None:
-        """Sum over the ranks what micro-batches since the last update have added, by the backward pass of one without rows.
+        """Sum over the ranks what micro-batches since the last time have added, by the backward pass of one without rows; a collective.
 
         It could be part of the last of them, but a rank does not know which one is the last while groups still arrive.
         """
-        if self.group.sums_once:
+        if not self._is_summed:
             self.group.sum_gradients(self.policy, is_wanted=True)
             empty = pack([PADDING_TRAJECTORY], self.version, self.group.device)
             _, terms, _ = self._forward(empty, self.recipe.algorithm)
             terms.loss.backward()
+            self._is_summed = True
 
     def _update_policy(self) -> None:
         self.sum_gradients()

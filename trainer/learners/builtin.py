@@ -93,15 +93,19 @@ class ActorLearner(Actor):
         self._staged_version = self.version
         copies: dict[int, torch.Tensor] = {}
         held = None if self.copies is None else self.copies.hold(copies)
+        release: Callable[[], object] = lambda: None
         state = staged(self.state.state_dict(), copies) if held is None else held[0]
         weights = self._whole_weights(copies)
 
         def write(folder: Path) -> None:
-            save_state(state, folder, self._checkpoint_team)
-            self._write_policy(folder, weights)
+            try:
+                save_state(state, folder, self._checkpoint_team)
+                self._write_policy(folder, weights)
+            finally:
+                release()
 
         if self.copies is not None and held is not None:
-            weakref.finalize(write, self.copies.release, held[1])  # nobody has to call `write`
+            release = weakref.finalize(write, self.copies.release, held[1])  # nobody has to call `write`
         return write
 
     def _published(self) -> dict[str, torch.Tensor]:

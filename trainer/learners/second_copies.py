@@ -52,6 +52,19 @@ class SecondCopies:
             say(f"no more copies of the training state are sent to other hosts: {str(error).splitlines()[0]}")
         return time.monotonic() - started
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of this host's memory that the copies of another one take."""
+        return self._slots.segment.held_bytes
+
+    def keep(self, step: int | None) -> None:
+        """Give up all copies but that of a step; None gives up all."""
+        self._slots.keep(None if step is None else self._slots.find(step))
+
+    def free(self) -> None:
+        """Give up all copies, and give their memory back. Raises `OSError` if the kernel refuses."""
+        self._slots.free()
+
     def close(self) -> None:
         self._slots.segment.close()
 

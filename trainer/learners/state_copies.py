@@ -6,7 +6,8 @@ leaves the copy before. Where a run fails, the supervisors write the copies to t
 those (`relay/weights/saved_states.py`).
 
 Nothing of the state changes between two steps until the first update. So a thread copies meanwhile, and the update waits for it.
-The copies are as frequent as their cost allows (`Pace`).
+It does not wait while the thread still prepares the memory, which takes minutes for a large state. The copies are as frequent as
+their cost allows (`Pace`). Whatever goes wrong with them, training continues without.
 """
 
 import math
@@ -14,32 +15,31 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from ...comm import threads
 from ...comm.disk import say
-from ...comm.environment import SECOND_FD, SEGMENT_FD
-from ...comm.errors import HeadraceError
+from ...comm.environment import LACKS_MEMORY, SECOND_FD, SEGMENT_FD
 from ...comm.fleet import Fleet
-from ...comm.host_memory import free_bytes, memory_bytes
+from ...comm.host_memory import free_bytes, held_by, memory_bytes
 from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from ...comm.waits import waiting
-from ...relay.weights.byte_ranges import join_digests
 from ...relay.weights.partners import partners
 from ...relay.weights.saved_states import SavedStates
 from ...relay.weights.slots import StoredVersion, VersionSlots
-from ..checkpoint import TrainingState, mapped
+from ..checkpoint import CHECKPOINT_PERIOD_S, TrainingState
+from .found_copies import FoundCopy, newest_of_all, saved_copies, whole_copies
 from .second_copies import SecondCopies
+from .state_layout import StateLayout
 
 if TYPE_CHECKING:
     from ..actor_group import ActorGroup
@@ -50,17 +50,16 @@ COST_SHARE = 0.01
 FREE_SHARE = 0.1
 """The share of the host's memory that has to stay free beside the copies."""
 FIGURES: tuple[str, ...] = ("checkpoint/memory_s", "checkpoint/memory_stall_s")
-_PIECE_BYTES = 2 << 20
-"""A piece is copied, then its digest is made while it is in the cache. The C library streams pieces of 1 MiB and more."""
-_ALIGNMENT = 64
 _DEADLINE_S = 300.0
-"""Of a copy, which takes seconds."""
+"""Of a copy, which takes seconds. One that takes longer than this or `comm.deadline_s` is given up."""
+_PREPARATION_S = 1.0
+"""How long an update waits for memory that is being prepared. It is enough for a small state."""
 _REMEMBERED = 9
 """Copies and steps of which the medians are taken."""
 
 
 class Pace:
-    """The number of steps from one copy to the next, by the median costs of the last ones."""
+    """The number of steps from one copy to the next, by the median costs of the last ones; no more than pass between two checkpoints."""
 
     def __init__(self, num_cores: int) -> None:
         self._num_cores = num_cores
@@ -78,63 +77,51 @@ class Pace:
     def steps(self) -> int:
         if not (self._steps and self._costs):
             return 1
-        return max(1, math.ceil(median(self._costs) / (COST_SHARE * median(self._steps))))
+        step_s = median(self._steps)
+        affordable = math.ceil(median(self._costs) / (COST_SHARE * step_s))
+        return max(1, min(affordable, int(CHECKPOINT_PERIOD_S / step_s)))
 
 
-class Leaf(NamedTuple):
-    """A tensor of the state and its bytes in a slot."""
-
-    tensor: Tensor
-    start: int
-    end: int
-
-    def view(self, buffer: np.ndarray) -> Tensor:
-        """Its place in a slot."""
-        return torch.from_numpy(buffer[self.start : self.end]).view(self.tensor.dtype).reshape(self.tensor.shape)
+class _GivenUp(Exception):
+    """The training did not wait for a copy any longer."""
 
 
-class StateLayout:
-    """The places of a state's tensors on this rank in a slot. A tensor with several names has one place."""
+class _Copy:
+    """A copy that a thread makes. It counts only if it is whole before it is given up."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.num_bytes = 0
-        self.leaves: list[Leaf] = []
-        """Each tensor once."""
-        self._state = state
-        self._named: dict[str, Leaf] = {}
-        tensors: dict[str, Tensor] = {}
-        mapped(state, lambda name, tensor: tensors.setdefault(name, tensor))
-        starts: dict[tuple[int, int], int] = {}
-        for name, tensor in sorted(tensors.items()):
-            bytes_of_it = (tensor.data_ptr(), tensor.nbytes)
-            is_new = bytes_of_it not in starts
-            start = starts.setdefault(bytes_of_it, self.num_bytes)
-            self._named[name] = Leaf(tensor, start, start + tensor.nbytes)
-            if is_new:
-                self.leaves.append(self._named[name])
-                self.num_bytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        lines = [
-            f"{name} {leaf.tensor.dtype} {[*leaf.tensor.shape]} {leaf.start}" for name, leaf in self._named.items()
-        ]
-        self.fingerprint = xxhash.xxh3_64_intdigest("\n".join(lines).encode()) >> 1
-        """63 bits over names, types, shapes and places."""
+    def __init__(
+        self, layout: StateLayout, step: int, busy: tuple[int, ...] = (), *, is_exchanged: bool = False
+    ) -> None:
+        self.layout = layout
+        self.step = step
+        self.busy = busy
+        """Slots that are not written."""
+        self.is_exchanged = is_exchanged
+        """All ranks make one, and their partners on other hosts receive it."""
+        self.is_prepared = threading.Event()
+        """The memory is there, or the thread has ended."""
+        self.stored: StoredVersion | None = None
+        """Set once it is whole, with its digest."""
+        self.cpu_s = 0.0
+        self._lock = threading.Lock()
+        self._is_given_up = False
 
-    def state_in(self, buffer: np.ndarray, copies: dict[int, Tensor]) -> dict[str, Any]:
-        """The state with the tensors of a slot. `copies` receives each by the address of the bytes of which it is a copy."""
+    def check(self) -> None:
+        """Raise `_GivenUp` if it was given up."""
+        if self._is_given_up:
+            raise _GivenUp
 
-        def view(name: str, tensor: Tensor) -> Tensor:
-            copies[tensor.data_ptr()] = copy = self._named[name].view(buffer)
-            return copy
+    def give_up(self) -> None:
+        """Have the thread end, unless the copy is whole."""
+        with self._lock:
+            self._is_given_up = self.stored is None
 
-        return mapped(self._state, view)
-
-    def digest(self, buffer: np.ndarray) -> str:
-        """The digest of a slot, 32 hex digits."""
-        return join_digests(digest for leaf in self.leaves for digest in _digests(buffer[leaf.start : leaf.end]))
-
-    def write(self, buffer: np.ndarray) -> str:
-        """Copy the tensors into a slot; returns its digest."""
-        return join_digests(digest for leaf in self.leaves for digest in _copied(leaf, buffer[leaf.start : leaf.end]))
+    def complete(self, written: StoredVersion, commit: Callable[[], None]) -> None:
+        """Make it count by calling `commit`. Raises `_GivenUp` if it is too late."""
+        with self._lock:
+            self.check()
+            commit()
+            self.stored = written
 
 
 class StateCopies:
@@ -162,14 +149,21 @@ class StateCopies:
         self._second = second
         self.source = ""
         """Where the copy is that `newest` has found, for the console."""
-        self._found: np.ndarray | None = None
-        """The bytes of this copy."""
+        self._found: FoundCopy | None = None
+        """This copy."""
+        self._deadline_s = min(_DEADLINE_S, group.deadline_s)
+        self._copy: _Copy | None = None
+        """The copy in progress."""
         self._thread: threading.Thread | None = None
+        """Of the last copy. It may still prepare the memory for one that was given up, or send one to another host."""
         self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
         self._is_off = False
-        """The memory is too small on a host, so all ranks do without."""
+        """All ranks do without."""
         self._has_failed = False
-        """This rank makes no more copies; the others do not know."""
+        """This rank makes no more copies; the others learn of it after the step."""
+        self._is_freed = False
+        self._has_prepared = False
+        """This process has mapped and pinned the memory."""
         self._newest = -1
         """The step of the last copy that was begun."""
         self._has_checked = False
@@ -177,16 +171,15 @@ class StateCopies:
         self._layout: StateLayout | None = None
         self._made: StoredVersion | None = None
         """The copy of the present state, and its layout."""
-        self._held: StoredVersion | None = None
-        """The copy that a checkpoint is written from, which stays as it is."""
+        self._held: set[StoredVersion] = set()
+        """The copy that a checkpoint is written from, which stays as it is. Another thread may release it at any moment."""
         self._ended_at: float | None = None
         self._begin_s = 0.0
-        self._cpu_s = 0.0
         self._figures = dict.fromkeys(FIGURES, 0.0)
 
     @staticmethod
     def of_supervisor(fleet: Fleet, state: TrainingState, group: "ActorGroup", run_dir: Path) -> "StateCopies | None":
-        """Copies in the memory that this process's supervisor has passed on; None without."""
+        """Copies in the memory that this process's supervisor has passed on; None without. A collective."""
         if SEGMENT_FD not in os.environ:
             return None
         hosts = [member.host for member in sorted(fleet.members("actor"), key=lambda member: member.index)]
@@ -199,7 +192,10 @@ class StateCopies:
             assert found is not None and team is not None
             second = SecondCopies(Segment.inherited(SECOND_FD), found, team)
         num_here = max(1, hosts.count(fleet.me.host))
-        return StateCopies(Segment.inherited(), state, group, num_here, SavedStates(run_dir), second)
+        copies = StateCopies(Segment.inherited(), state, group, num_here, SavedStates(run_dir), second)
+        if LACKS_MEMORY in os.environ:
+            copies._fail("the kernel has killed the process before for memory")
+        return copies
 
     # ------------------------------------------------------------------------------------------ while training goes on
 
@@ -209,14 +205,18 @@ class StateCopies:
         if self._ended_at is not None:
             self.pace.add_step(now - self._ended_at)
         self._ended_at = now
+        if not self._is_off:
+            newest = self._slots.newest_stored()
+            # The other copy is the newest, and is not given up for one that is not whole yet.
+            is_full = newest is not None and any(held.slot != newest.slot for held in tuple(self._held))
+            has_to_wait = is_full or self._is_at_work
+            mine = [self.pace.steps, has_to_wait, self._has_failed, not self._has_prepared]
+            every, has_to_wait, has_failed, is_unprepared = self._group.all_reduce_max([float(each) for each in mine])
+            self._is_off = bool(has_failed)
+            if not self._is_off and not has_to_wait and self._state.step - self._newest >= every:
+                self._begin(is_by_all=not is_unprepared)
         if self._is_off:
-            return
-        newest = self._slots.newest_stored()
-        # The other copy is the newest, and is not given up for one that is not whole yet.
-        is_full = self._held is not None and newest is not None and newest.slot != self._held.slot
-        every, is_full = self._group.all_reduce_max([float(self.pace.steps), float(is_full)])
-        if not is_full and self._state.step - self._newest >= every:
-            self._begin()
+            self._free()
 
     def before_update(self) -> None:
         """Wait for the copy in progress, since the state is about to change."""
@@ -224,19 +224,25 @@ class StateCopies:
         self._made = None
 
     def finish(self) -> None:
-        """Wait for the copy in progress."""
-        if self._thread is None:
+        """Wait for the copy in progress. It is given up if it takes too long, or if its memory is not there yet."""
+        if self._copy is None or self._thread is None:
             return
+        copy, self._copy = self._copy, None
         started = time.monotonic()
-        if self._thread.is_alive():
-            with waiting("memory", "the copy of the training state", _DEADLINE_S) as wait:
+        with waiting("memory", "the copy of the training state", self._deadline_s) as wait:
+            is_prepared = copy.is_prepared.wait(min(_PREPARATION_S, wait.remaining_s))
+            prepared_at = time.monotonic()
+            if is_prepared:
                 self._thread.join(wait.remaining_s)
-                if self._thread.is_alive():
-                    wait.check()
-        self._thread = None
-        stall_s = self._begin_s + time.monotonic() - started
-        self.pace.add_copy(self._begin_s + self._cpu_s, stall_s)
-        for name, seconds in zip(FIGURES, (self._begin_s + self._cpu_s, stall_s), strict=True):
+        copy.give_up()
+        ended = time.monotonic()
+        self._made = copy.stored
+        if copy.stored is not None:
+            # What is done once per process says nothing about the copies that follow.
+            self.pace.add_copy(self._begin_s + copy.cpu_s, self._begin_s + ended - prepared_at)
+        elif is_prepared and self._thread.is_alive():
+            self._fail(f"one has taken longer than {self._deadline_s:.0f} s")
+        for name, seconds in zip(FIGURES, (self._begin_s + copy.cpu_s, self._begin_s + ended - started), strict=True):
             self._figures[name] += seconds
 
     def close(self) -> None:
@@ -257,50 +263,68 @@ class StateCopies:
 
         copies: receives the copy of each tensor by the address of its bytes.
         """
-        self._held = None
+        self._held.clear()
         if self._is_off:
             return None
         self.finish()
-        if self._made is None and not self._has_failed:  # the other ranks begin none for the sake of this one
-            self._begin()
+        # The exchanges have to be the same on all ranks, so there is none if a rank has a copy already or begins none.
+        is_unready = self._made is not None or self._has_failed or self._is_at_work or not self._has_prepared
+        is_unready = self._group.all_reduce_max([float(is_unready)])[0]
+        if self._made is None:
+            self._begin(is_by_all=not is_unready)
             self.finish()
         if self._layout is None or self._made is None:
             return None
-        self._held = self._made
+        self._held.add(self._made)
         return self._layout.state_in(self._slots.segment.slot(self._made.slot), copies), self._made
 
     def release(self, held: StoredVersion) -> None:
         """Let a copy be overwritten that `hold` gave."""
-        if self._held is held:
-            self._held = None
+        self._held.discard(held)
 
-    def _begin(self) -> None:
-        """Begin a copy of the present state, if there is room."""
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether the thread of a copy that nobody waits for any longer is still at work."""
+        return self._copy is None and self._thread is not None and self._thread.is_alive()
+
+    def _begin(self, *, is_by_all: bool) -> None:
+        """Begin a copy of the present state, if there is room. `is_by_all`: all ranks do, in memory that is prepared."""
         self.finish()
         started = time.monotonic()
-        self._layout = layout = StateLayout(self._state.state_dict())
+        layout = StateLayout(self._state.state_dict())
         if not self._has_room(layout.num_bytes):
+            return
+        self._newest = self._state.step
+        self._made = None
+        if self._has_failed or self._is_at_work:
             return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        self._newest = self._state.step
-        self._made = None
-        self._thread = threads.new_thread(partial(self._copy, layout, self._newest), "copy of the state")
+        self._layout = layout
+        busy = tuple(held.slot for held in tuple(self._held))
+        self._copy = _Copy(layout, self._newest, busy, is_exchanged=is_by_all and self._second is not None)
+        self._thread = threads.new_thread(partial(self._run, self._copy), "copy of the state")
         self._thread.start()
         self._begin_s = time.monotonic() - started
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Whether all ranks' hosts have the memory, which is looked at once; a collective."""
+        """Whether all ranks' hosts have the memory. Each process looks once, after its first step; a collective.
+
+        This is between two steps, when processes hold little. Each rank may need as much again as it has held at its peak.
+        """
         if not self._has_checked:
             self._has_checked = True
-            wanted = 0 if self._slots.fingerprint else NUM_COPIES * num_bytes * self._num_here
+            process = held_by(os.getpid())
+            growth = process.most_resident - process.resident
             free = free_bytes() - FREE_SHARE * memory_bytes()
-            lacking = [float(times * wanted - free) if wanted else 0.0 for times in (1, 2)]
+            own = NUM_COPIES * num_bytes - self._slots.segment.held_bytes + growth
+            # A rank of another host has about as many bytes.
+            both = own if self._second is None else own + NUM_COPIES * num_bytes - self._second.held_bytes
+            lacking = [wanted * self._num_here - free for wanted in (own, both)]
             most, most_of_both = self._group.all_reduce_max(lacking)
             self._is_off = most > 0
             if self._second is not None and most_of_both > 0:
-                self._second.close()
-                self._second = None
+                self._free_second()
                 if self._group.is_lead:
                     say(
                         f"a host lacks {most_of_both / 1e9:.1f} GB of memory for copies of another host's training state: if a host"
@@ -313,127 +337,120 @@ class StateCopies:
                 )
         return not self._is_off
 
-    def _copy(self, layout: StateLayout, step: int) -> None:
-        self._cpu_s = 0.0
-        if not self._has_failed:
-            try:
-                self._slots.prepare(layout.num_bytes, layout.fingerprint)
-                started = time.thread_time()
-                self._made = self._write(layout, step)
-                self._cpu_s = time.thread_time() - started
-            except (OSError, ValueError, MemoryError, HeadraceError) as error:
-                self._has_failed = True
-                say(f"no more copies of the training state are made in memory: {error}")
-        if self._second is not None:
-            made = self._made
-            buffer = np.empty(0, np.uint8) if made is None else self._slots.segment.slot(made.slot)
-            # Gloo's own threads send and receive. They take at most one core for so long.
-            self._cpu_s += self._second.exchange(made, layout.fingerprint, buffer)
+    def _fail(self, why: str) -> None:
+        self._has_failed = True
+        say(f"no more copies of the training state are made in memory: {why}")
 
-    def _write(self, layout: StateLayout, step: int) -> StoredVersion | None:
-        write = self._slots.begin(step, busy=() if self._held is None else (self._held.slot,))
+    def _free(self) -> None:
+        """Give the memory back, once no thread uses it."""
+        self.finish()
+        if self._is_freed or self._held or self._is_at_work:
+            return
+        self._is_freed = True
+        self._made = None
+        _give_back(self._slots.free)
+        self._free_second()
+
+    def _free_second(self) -> None:
+        """Give the memory of another host's copies back, and take part in no more exchanges."""
+        if self._second is not None:
+            _give_back(self._second.free)
+            self._second.close()
+            self._second = None
+
+    # ------------------------------------------------------------------------------------------------- in the thread
+
+    def _run(self, copy: _Copy) -> None:
+        try:
+            self._slots.prepare(copy.layout.num_bytes, copy.layout.fingerprint)
+            if self._stream is not None:
+                self._slots.pin()
+            self._has_prepared = True
+            copy.is_prepared.set()
+            copy.check()
+            started = time.thread_time()
+            self._write(copy)
+            copy.cpu_s = time.thread_time() - started
+        except _GivenUp:
+            pass
+        except Exception as error:  # noqa: BLE001 - training continues without copies
+            self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            copy.is_prepared.set()
+        if copy.is_exchanged:
+            self._exchange(copy)
+
+    def _exchange(self, copy: _Copy) -> None:
+        """Send the copy to another host, or that there is none, and receive that of another one."""
+        assert self._second is not None
+        stored = copy.stored
+        content = np.empty(0, np.uint8) if stored is None else self._slots.segment.slot(stored.slot)
+        # Gloo's own threads send and receive. They take at most one core for so long.
+        copy.cpu_s += self._second.exchange(stored, copy.layout.fingerprint, content)
+
+    def _write(self, copy: _Copy) -> None:
+        write = self._slots.begin(copy.step, busy=copy.busy)
         if write is None:
-            return None
+            say(f"the training state after step {copy.step} is not copied in memory: another process reads the copies")
+            return
         buffer = self._slots.segment.slot(write.slot)
         if self._stream is not None:
-            self._slots.pin()
             with torch.cuda.stream(self._stream):
-                for leaf in layout.leaves:
+                for leaf in copy.layout.leaves:
                     if leaf.tensor.is_cuda:
                         leaf.view(buffer).copy_(leaf.tensor, non_blocking=True)
             self._stream.synchronize()
-        failpoint("copy", step=step)
-        written = write._replace(digest=layout.write(buffer))
-        self._slots.commit(write, written.digest)
-        return written
+        failpoint("copy", step=copy.step)
+        written = write._replace(digest=copy.layout.write(buffer, copy.check))
+        copy.complete(written, partial(self._slots.commit, write, written.digest))
 
     # ---------------------------------------------------------------------------------------------- after a restart
 
     def newest(self, most: int, checkpoint: int = -1) -> int:
-        """The newest step up to `most` that all ranks hold whole, or -1; a collective.
+        """The newest step up to `most` that all ranks hold whole, or -1; a collective. `restore` or `forget` follows.
 
         Without any in memory, those that an earlier start of the run has left in the run folder count, if they are newer than the
         checkpoint. Where they cannot be used, they are removed.
         """
         self.source = "the copy in memory"
-        newest = self._newest_of_all(dict(self._whole(most)))
-        if newest < 0 and self._saved is not None:
+        self._found = newest_of_all(self._group, whole_copies(self._slots, self._state, most))
+        if self._found is None and self._saved is not None:
             self.source = "the copy in the run folder"
-            newest = self._newest_of_all(dict(self._left(checkpoint, most)))
-            if newest < 0 and self._group.is_lead:
+            left = saved_copies(self._saved, self._state, self._group, checkpoint, most)
+            self._found = newest_of_all(self._group, left)
+            if self._found is None and self._group.is_lead:
                 self._saved.remove(range(most + 1))
-        return newest
+        return -1 if self._found is None else self._found.step
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
-        """Continue from the copy of a step that `newest` found."""
-        assert self._found is not None, f"no copy of step {step}"
+        """Continue from the copy of a step that `newest` found, and give up all others: they may be of another history."""
+        found, self._found = self._found, None
+        assert found is not None and found.step == step, f"no copy of step {step}"
         state = self._state.state_dict()
         for leaf in StateLayout(state).leaves:
-            leaf.tensor.copy_(leaf.view(self._found))
-        self._found = None
+            leaf.tensor.copy_(leaf.view(found.content))
         self._state.load_state_dict(state)
         self._newest = step
+        self._keep(found)
 
-    def _newest_of_all(self, mine: dict[int, np.ndarray]) -> int:
-        """The newest step of which all ranks have a copy, or -1, given this rank's; a collective."""
-        newest = -int(self._group.all_reduce_max([-float(max(mine, default=-1))])[0])
-        self._found = mine.get(newest)
-        is_missing = self._group.all_reduce_max([float(newest not in mine)])[0]
-        return -1 if is_missing else newest
+    def forget(self) -> None:
+        """Give up all copies, because the training continues from another state."""
+        self._found = None
+        self._keep(None)
 
-    def _whole(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The steps and the bytes of the copies up to this step that fit the state and have the digest with which they were written."""
-        if not self._slots.fingerprint:
-            return
-        layout = StateLayout(self._state.state_dict())
-        if layout.fingerprint != self._slots.fingerprint:
-            say("the copies of the training state in memory are not used: they have other tensors")
-            return
-        for stored in self._slots.complete_versions():
-            buffer = self._slots.segment.slot(stored.slot)
-            if stored.version <= most and _has_digest(layout, buffer, stored.digest, stored.version):
-                yield stored.version, buffer
-
-    def _left(self, checkpoint: int, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The same of the copies in the run folder that are newer than the checkpoint."""
-        assert self._saved is not None
-        rank = self._group.rank
-        for step in self._saved.steps():
-            if not checkpoint < step <= most or (head := self._saved.head(step, rank)) is None:
-                continue
-            layout = StateLayout(self._state.state_dict())
-            if (head.fingerprint, head.num_ranks) != (layout.fingerprint, self._group.size):
-                say(
-                    f"the copy of the training state in {self._saved.file(step, rank)} is not used: it has other tensors"
-                )
-                continue
-            try:
-                buffer = self._saved.content(step, rank)
-            except OSError as error:
-                say(f"the copy of the training state in {self._saved.file(step, rank)} is not used: {error}")
-                continue
-            if _has_digest(layout, buffer, head.digest, step):
-                yield step, buffer
+    def _keep(self, found: FoundCopy | None) -> None:
+        """Give up all copies in memory but the one that was found. Its step is of one history on all ranks, so the second copy is too."""
+        stored = None if found is None else found.stored
+        self._slots.keep(stored)
+        if self._second is not None:
+            self._second.keep(None if stored is None else stored.version)
+        if self._has_failed:
+            self._free()
 
 
-def _has_digest(layout: StateLayout, buffer: np.ndarray, digest: str, step: int) -> bool:
-    if layout.digest(buffer) == digest:
-        return True
-    say(f"the copy of the training state after step {step} is not used: its digest is another one")
-    return False
-
-
-def _digests(part: np.ndarray) -> Iterator[bytes]:
-    for at in range(0, part.nbytes, _PIECE_BYTES):
-        yield xxhash.xxh3_64_digest(part[at : at + _PIECE_BYTES].data)
-
-
-def _copied(leaf: Leaf, into: np.ndarray) -> Iterator[bytes]:
-    """Copy a tensor to its place, unless it comes from a GPU and is there; the digests of its pieces."""
-    source = into if leaf.tensor.is_cuda else leaf.tensor.reshape(-1).view(torch.uint8).numpy()
-    for at in range(0, into.nbytes, _PIECE_BYTES):
-        piece = source[at : at + _PIECE_BYTES]
-        if source is not into:
-            into[at : at + _PIECE_BYTES] = piece
-        yield xxhash.xxh3_64_digest(piece.data)
+def _give_back(free: Callable[[], None]) -> None:
+    try:
+        free()
+    except OSError as error:
+        say(f"the memory of the copies of the training state is not given back: {error}")

@@ -1,5 +1,6 @@
-"""Tensors between the host and the device of the trainer, so that neither waits for the other within a micro-batch."""
+"""Tensors between the host and the device of the trainer, so that neither waits for the other within a batch."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,12 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def finish_work(device: torch.device) -> None:
+    """Wait until the device has done what it was asked for. A host that only queues it would count the time as waiting for groups."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class DeviceSums:
@@ -30,9 +37,10 @@ class DeviceSums:
         self._add(tuple(figures), _masked(figures).sum(1))
 
     def raise_by_token(self, **figures: tuple[Tensor, Tensor]) -> None:
-        """Make each maximum at least the largest of these numbers [R] where its mask [R] is set. R > 0."""
+        """Make each maximum at least the largest of these numbers [R] where its mask [R] is set. R > 0. NaN counts as 0."""
         names = tuple(figures)
-        found = _masked(figures).amax(1)
+        # A maximum carries a NaN on, which would hide the other numbers of the step.
+        found = _masked(figures).nan_to_num(posinf=math.inf).amax(1)
         self._maxima[names] = torch.maximum(self._maxima[names], found) if names in self._maxima else found
 
     def read(self) -> tuple[dict[str, float], dict[str, float]]:

@@ -157,7 +157,7 @@ class CounterfactualActor(Actor):
                     rows[ref.key].proximal_logprobs = batch.by_key[ref.key].proximal_logprobs
                 packed = self.pack(batch.batch, [rows[ref.key] for ref in part], is_updated=bool(self.updates))
                 logprobs, terms, _ = self._forward(packed, tally.algorithm)
-                terms.loss.backward()
+                self.add_gradient(terms.loss)
                 weight += float(terms.weight)
                 tally.add(packed, logprobs.detach(), terms)
         return weight

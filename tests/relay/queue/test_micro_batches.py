@@ -93,3 +93,8 @@ def test_a_row_that_is_too_long_for_a_tree_makes_all_be_planned_alone():
     assert tree_rounds(rows, 1, 120, longest_in_tree=69) == rounds(rows, 1, 120)
     assert tree_rounds(rows, 1, 120, longest_in_tree=0) == rounds(rows, 1, 120)
     assert len(tree_rounds(rows, 1, 120, longest_in_tree=70)) < len(rounds(rows, 1, 120))
+
+
+def test_groups_that_share_nothing_are_planned_as_rows_alone():
+    rows = [row for number in range(5) for row in group_rows(number, SHORTEST_PREFIX - 1, [30, 20, 10])]
+    assert tree_rounds(rows, 2, 60, longest_in_tree=1000) == rounds(rows, 2, 60)

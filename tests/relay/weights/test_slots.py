@@ -110,7 +110,7 @@ def test_a_slot_that_is_taken_from_a_frozen_reader_shows_that_its_copy_is_torn(v
 
 def test_slots_are_for_one_layout(version_slots):
     version_slots.prepare(NUM_BYTES, fingerprint=11)
-    with pytest.raises(WrongDigest, match="model.dtype"):
+    with pytest.raises(WrongDigest, match="^the memory has slots of another layout: .*model.dtype"):
         version_slots.prepare(NUM_BYTES, fingerprint=12)
 
 
@@ -160,3 +160,27 @@ def test_no_reading_is_ever_torn_while_versions_are_written_without_pause(versio
         for done in reading:
             done.result()
     assert not failures
+
+
+def test_a_version_that_is_kept_is_the_newest_and_the_others_are_given_up(version_slots):
+    for version in (4, 5, 6):
+        put(version_slots, version)
+    kept = version_slots.find(5)
+    version_slots.keep(kept)
+    assert version_slots.complete_versions() == [kept] and version_slots.newest() == 5
+    put(version_slots, 6)
+    assert [held.version for held in version_slots.complete_versions()] == [5, 6] and version_slots.newest() == 6
+    version_slots.keep(None)
+    assert version_slots.complete_versions() == [] and version_slots.newest() is None
+    put(version_slots, 2)
+    assert version_slots.newest() == 2
+
+
+def test_freed_slots_can_be_prepared_again(version_slots):
+    put(version_slots, 4)
+    version_slots.free()
+    assert version_slots.fingerprint == 0 and version_slots.newest() is None
+    version_slots.prepare(NUM_BYTES, fingerprint=12)
+    assert version_slots.newest() is None
+    put(version_slots, 1)
+    assert version_slots.newest() == 1

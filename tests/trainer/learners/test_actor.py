@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.checkpoint import load_state, save_state, staged
+from headrace.trainer.learners import actor as actor_module
 from headrace.trainer.learners.actor import Actor
 from headrace.trainer.step_metrics import StepMetrics
 
@@ -201,6 +203,18 @@ def test_an_update_follows_as_soon_as_its_part_of_the_groups_has_arrived(policy_
     assert actor.version == 0
     actor.step(stats)
     assert actor.version == 1
+
+
+def test_the_time_of_an_update_has_the_work_that_a_device_has_only_queued(policy_dir, monkeypatch):
+    clock = [0.0]
+
+    def finish_work(_: torch.device) -> None:
+        clock[0] += 10.0
+
+    monkeypatch.setattr(actor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(actor_module, "finish_work", finish_work)
+    metrics = train(actor_of(recipe_of(policy_dir, **SMOOTH)), groups_of(0))
+    assert metrics["timing_s/update_actor"] == 10 * (4 + 1), "four batches, and the update"
 
 
 def test_the_proximal_policy_is_that_of_the_start_of_the_version(policy_dir):

@@ -11,7 +11,9 @@ from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 
+from headrace.comm.shared_memory import Segment
 from headrace.trainer.learners.builtin import ActorLearner
+from headrace.trainer.learners.state_copies import StateCopies
 from headrace.trainer.policy.adapter_files import keep_start
 from headrace.trainer.policy.checkpoint_files import weights_digest
 from headrace.trainer.policy.model import load_tokenizer
@@ -81,3 +83,22 @@ def test_the_export_of_a_checkpoint_has_the_weights_of_its_step_while_training_g
         assert len(names) > 5
         for name in names:
             torch.testing.assert_close(file.get_tensor(name).float(), expected[name])
+
+
+def test_a_checkpoint_that_cannot_be_written_releases_the_copy_that_it_was_to_be_written_from(tmp_path: Path):
+    learner, folder = learner_of(tiny_policy(tmp_path), tmp_path), tmp_path / "step_0"
+    learner.copies = copies = StateCopies(Segment.create_anonymous("copies"), learner.state, learner.group)
+    write = learner.stage()
+    assert copies._held
+    folder.touch()  # not a folder
+    with pytest.raises(Exception, match="step_0"):
+        write(folder)
+    assert not copies._held
+    folder.unlink()
+    uncalled = learner.stage()
+    assert copies._held
+    del uncalled
+    assert not copies._held
+    newer = learner.stage()
+    del write  # its hold has ended before
+    assert newer and copies._held

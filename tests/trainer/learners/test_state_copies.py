@@ -3,26 +3,31 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
 from support.closing import at_end
+from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 
 from headrace.comm.environment import SEGMENT_FD
-from headrace.comm.shared_memory import Segment
+from headrace.comm.host_memory import HeldMemory
+from headrace.comm.shared_memory import Lock, Segment
 from headrace.launch.config.run_folder import start_in
 from headrace.launch.placement import Placement
 from headrace.launch.processes.left_copies import LeftCopies
 from headrace.relay.weights.saved_states import SavedStates
+from headrace.relay.weights.slots import StoredVersion
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import TrainingState
 from headrace.trainer.learners import state_copies
 from headrace.trainer.learners.actor import Actor
 from headrace.trainer.learners.optimizer import Update
-from headrace.trainer.learners.state_copies import COST_SHARE, Pace, StateCopies, StateLayout
+from headrace.trainer.learners.state_copies import COST_SHARE, Pace, StateCopies, _Copy
+from headrace.trainer.learners.state_layout import StateLayout
 
 CRITIC = {"algorithm__advantage": "gae", "critic__warmup_steps": 3}
 SETTINGS = [{}, {"lora__rank": 2}, CRITIC, {"batch__updates_per_version": 2, "batch__prompts_per_step": 4}]
@@ -129,8 +134,13 @@ def test_an_update_waits_for_the_copy_of_the_state_before_it(
     assert all(torch.equal(a, b) for a, b in zip(before, successor.policy.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("error", [OSError, RuntimeError, KeyError])
 def test_a_process_that_dies_while_it_copies_leaves_the_copy_before(
-    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    policy_dir: Path,
+    segment: Segment,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: type[Exception],
 ):
     actor = actor_of(recipe_of(policy_dir))
     with_copies(actor, segment)
@@ -138,14 +148,16 @@ def test_a_process_that_dies_while_it_copies_leaves_the_copy_before(
     wait(actor)
 
     def die(*_: object, **__: object) -> None:
-        raise OSError("no more pages")
+        raise error("no more pages")
 
     monkeypatch.setattr(state_copies, "failpoint", die)
     steps(actor, 1)
     torn = actor.copies
     assert torn is not None
     torn.close()
-    assert "no more copies of the training state are made in memory: no more pages" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"no more copies of the training state are made in memory: {error.__name__}: " in told
+    assert "no more pages" in told
     monkeypatch.undo()
     successor = actor_of(recipe_of(policy_dir))
     copies = with_copies(successor, segment)
@@ -168,6 +180,31 @@ def test_a_damaged_copy_is_not_used_and_neither_is_one_that_is_newer_than_the_hu
     segment.slot(1)[-100] ^= 1  # the second copy
     assert copies.newest(2) == 1
     assert "the copy of the training state after step 2 is not used: its digest is another" in capsys.readouterr().out
+
+
+def test_a_trainer_that_continues_from_a_copy_or_a_checkpoint_gives_up_all_other_copies(
+    policy_dir: Path, segment: Segment
+):
+    recipe = recipe_of(policy_dir)
+    actor, successor = actor_of(recipe), actor_of(recipe)
+    with_copies(actor, segment)
+    steps(actor, 2)
+    wait(actor)
+    copies = with_copies(successor, segment)
+    assert copies.newest(1) == 1, "as far as the hub knows"
+    copies.restore(1)
+    assert copies.newest(9) == 1, "the step after it is trained again, and may differ"
+    steps(successor, 1)
+    wait(successor)
+    last = actor_of(recipe)
+    copies = with_copies(last, segment)
+    assert copies.newest(9) == 2
+    copies.restore(2)
+    for ours, theirs in zip(last.policy.parameters(), successor.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert copies.newest(1) == -1, "the copies of another history are no more"
+    copies.forget()
+    assert copies.newest(9) == -1
 
 
 def test_the_copies_of_another_policy_are_not_used(
@@ -256,22 +293,176 @@ def test_left_copies_that_are_damaged_or_of_another_policy_are_removed_and_the_c
     assert not saved.root.exists()
 
 
+def leave(monkeypatch: pytest.MonkeyPatch, num_bytes: int, growth: int = 0) -> None:
+    """Have so many bytes free on the host, and the process so many below its peak."""
+    monkeypatch.setattr(state_copies, "memory_bytes", lambda: 0)
+    monkeypatch.setattr(state_copies, "free_bytes", lambda: num_bytes)
+    monkeypatch.setattr(state_copies, "held_by", lambda _: HeldMemory(1000, 10, 1000 + growth))
+
+
 def test_without_room_on_the_host_there_are_no_copies_and_the_console_says_so(
     policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     actor = actor_of(recipe_of(policy_dir))
     copies = with_copies(actor, segment)
-    num_bytes = StateLayout(actor.state.state_dict()).num_bytes
-    monkeypatch.setattr(state_copies, "memory_bytes", lambda: 0)
-    monkeypatch.setattr(state_copies, "free_bytes", lambda: 2 * num_bytes - 1)
+    needed = 2 * StateLayout(actor.state.state_dict()).num_bytes - segment.held_bytes + 10_000
+    leave(monkeypatch, needed - 1, growth=10_000)
     steps(actor, 2)
     assert segment.num_slots == 0 and copies.hold({}) is None
     assert capsys.readouterr().out.count("GB of memory for copies of the training state") == 1
-    monkeypatch.setattr(state_copies, "free_bytes", lambda: 2 * num_bytes)
+    leave(monkeypatch, needed, growth=10_000)
     with_copies(actor, segment)
     steps(actor, 1)
     wait(actor)
     assert segment.num_slots == 2
+
+
+def test_a_trainer_that_is_started_again_where_the_room_is_gone_gives_the_copies_back(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+):
+    actor, successor = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
+    with_copies(actor, segment)
+    steps(actor, 1)
+    wait(actor)
+    copies = with_copies(successor, segment)
+    copies.restore(copies.newest(9))
+    leave(monkeypatch, 10_000, growth=10_000)
+    steps(successor, 1)
+    wait(successor)
+    assert with_copies(actor, segment).newest(9) == 2, "the copies have their memory already"
+    leave(monkeypatch, 10_000, growth=1 << 30)
+    steps(actor, 1)
+    assert segment.held_bytes < 20_000 and with_copies(successor, segment).newest(9) == -1
+
+
+def test_a_trainer_whose_predecessor_was_killed_for_memory_gives_the_copies_back_before_its_first_step(
+    policy_dir: Path,
+    tmp_path: Path,
+    segment: Segment,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    actor, successor = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
+    with_copies(actor, segment)
+    steps(actor, 1)
+    wait(actor)
+    monkeypatch.setattr(Segment, "inherited", lambda: Segment.open(segment.path))
+    monkeypatch.setenv("HEADRACE_SEGMENT_FD", "1")
+    monkeypatch.setenv("HEADRACE_LACKS_MEMORY", "1")
+    fleet = MemoryFleet.join_network(MemoryNetwork(), "actor", 0)
+    copies = StateCopies.of_supervisor(fleet, successor.state, successor.group, tmp_path)
+    assert copies is not None and "the kernel has killed the process before for memory" in capsys.readouterr().out
+    at_end(copies.close)
+    copies.restore(copies.newest(9))
+    assert successor.version == 1 and segment.held_bytes < 20_000
+    successor.copies = copies
+    steps(successor, 2)
+    assert segment.held_bytes < 20_000 and copies.hold({}) is None
+
+
+def test_memory_that_a_checkpoint_is_written_from_is_given_back_once_it_is_written(policy_dir: Path, segment: Segment):
+    actor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(actor, segment)
+    steps(actor, 1)
+    held = copies.hold({})
+    assert held is not None
+    copies._fail("the test")
+    steps(actor, 1)
+    assert any(bool(weight.any()) for weight in held[0]["model"].values())
+    copies.release(held[1])
+    steps(actor, 1)
+    assert segment.held_bytes < 20_000
+
+
+def test_an_update_does_not_wait_for_memory_that_is_being_prepared(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+):
+    actor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(actor, segment)
+    may_prepare, prepare = threading.Event(), copies._slots.prepare
+
+    def slow(num_bytes: int, fingerprint: int) -> None:
+        may_prepare.wait(60)
+        prepare(num_bytes, fingerprint)
+
+    monkeypatch.setattr(copies._slots, "prepare", slow)
+    monkeypatch.setattr(state_copies, "_PREPARATION_S", 0.01)
+    at_end(may_prepare.set)
+    steps(actor, 3)
+    assert segment.num_slots == 0 and copies.hold({}) is None
+    may_prepare.set()
+    assert copies._thread is not None
+    copies._thread.join(60)
+    assert segment.num_slots == 2 and copies.newest(9) == -1, "the state has changed meanwhile"
+    assert [copies._slots.generation(slot) for slot in (0, 1)] == [0, 0], "no copy was begun"
+    monkeypatch.setattr(state_copies, "_PREPARATION_S", 60)
+    steps(actor, 1)
+    wait(actor)
+    assert copies.newest(9) == 4
+
+
+def test_the_time_to_prepare_the_memory_does_not_make_copies_rarer(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+):
+    actor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(actor, segment)
+    prepare, costs = copies._slots.prepare, list[float]()
+
+    def slow(num_bytes: int, fingerprint: int) -> None:
+        while copies._copy is not None:  # until the training waits
+            threading.Event().wait(0.001)
+        threading.Event().wait(0.3)
+        prepare(num_bytes, fingerprint)
+
+    monkeypatch.setattr(copies._slots, "prepare", slow)
+    monkeypatch.setattr(state_copies, "_PREPARATION_S", 60)
+    monkeypatch.setattr(copies.pace, "add_copy", lambda cpu_s, stall_s: costs.append(stall_s))
+    steps(actor, 1)
+    wait(actor)
+    assert costs and costs[0] < copies.figures()["checkpoint/memory_stall_s"] - 0.2
+
+
+def test_a_copy_that_takes_too_long_is_given_up_and_training_continues(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(actor, segment)
+    steps(actor, 1)
+    wait(actor)
+    copies._deadline_s = 0.01
+    may_copy = threading.Event()
+    monkeypatch.setattr(state_copies, "failpoint", lambda *_, **__: may_copy.wait(60))
+    monkeypatch.setattr(state_copies, "_PREPARATION_S", 60)
+    at_end(may_copy.set)
+    steps(actor, 1)
+    assert copies._copy is not None and copies._copy.is_prepared.wait(60)
+    steps(actor, 1)
+    assert "no more copies of the training state are made in memory: one has taken" in capsys.readouterr().out
+    assert segment.held_bytes > 20_000, "a thread may still write there"
+    may_copy.set()
+    assert copies._thread is not None
+    copies._thread.join(60)
+    assert copies.newest(9) == 1, "a copy that was given up does not count"
+    steps(actor, 1)
+    assert segment.held_bytes < 20_000
+
+
+def test_copies_that_another_process_reads_are_not_overwritten_and_the_console_says_so(
+    policy_dir: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(actor, segment)
+    steps(actor, 2)
+    wait(actor)
+    reader = Segment.open(segment.path)
+    assert reader.try_lock(0, Lock.SHARED)
+    steps(actor, 1)
+    wait(actor)
+    assert "the training state after step 3 is not copied in memory: another" in capsys.readouterr().out
+    reader.close()
+    steps(actor, 1)
+    wait(actor)
+    assert (copies.newest(9), copies.newest(3)) == (4, 2)
 
 
 def test_a_checkpoint_is_written_from_a_copy_that_stays_until_then(policy_dir: Path, segment: Segment):
@@ -319,6 +510,16 @@ def test_copies_are_as_frequent_as_a_hundredth_of_the_time_allows(cpu_s: float, 
     assert cost <= COST_SHARE * every * step_s and (every == 1 or cost > COST_SHARE * (every - 1) * step_s)
 
 
+def test_copies_are_no_rarer_than_checkpoints():
+    pace = Pace(num_cores=2)
+    pace.add_copy(90, 90)
+    pace.add_step(60)
+    assert pace.steps == 30
+    pace.add_step(10_000)
+    pace.add_step(10_000)
+    assert pace.steps == 1
+
+
 class RankThreads:
     """The collectives of ranks that are threads."""
 
@@ -354,6 +555,84 @@ def test_ranks_continue_from_the_newest_step_that_all_of_them_hold(held: tuple[l
         assert [*pool.map(lambda each: each.newest(9), copies)] == [newest] * 2
 
 
+def test_all_ranks_do_without_copies_once_one_has_failed():
+    ranks = RankThreads(2)
+    copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
+
+    def step(each: StateCopies) -> None:
+        each._state.step += 1
+        each.after_step()
+        each.finish()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(step, copies))
+        assert all(each._slots.segment.held_bytes > 8192 for each in copies)
+        copies[1]._fail("the test")
+        list(pool.map(step, copies))
+    assert all(each._slots.segment.held_bytes <= 8192 for each in copies)
+    assert [each.hold({}) for each in copies] == [None, None]
+
+
+class NotedExchanges:
+    """The steps of the copies that a rank sends to another host, -1 without one."""
+
+    held_bytes = 0
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def exchange(self, mine: StoredVersion | None, fingerprint: int, buffer: np.ndarray) -> float:
+        assert mine is None or mine.digest
+        self.sent.append(-1 if mine is None else mine.version)
+        return 0.0
+
+    def free(self) -> None:
+        self.sent.append(-2)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_exchanges_of_ranks_are_the_same_whichever_of_them_has_a_copy_or_fails():
+    ranks = RankThreads(2)
+    copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
+    noted = [NotedExchanges() for _ in copies]
+    for each, exchanges in zip(copies, noted, strict=True):
+        each._second = cast(Any, exchanges)
+        each.pace = EachStep(1)
+
+    def step(each: StateCopies) -> None:
+        each.before_update()
+        each._state.step += 1
+        each.after_step()
+
+    def step_without_copy(each: StateCopies) -> None:
+        each.before_update()
+        each._state.step += 1
+
+    def hold(each: StateCopies) -> int:
+        held = each.hold({})
+        return -1 if held is None else held[1].version
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(step, copies))
+        list(pool.map(step, copies))
+        assert [*pool.map(hold, copies)] == [2, 2]
+        assert [each.sent for each in noted] == [[2], [2]], "some rank may prepare its memory for the first one"
+        list(pool.map(step_without_copy, copies))
+        assert [*pool.map(hold, copies)] == [3, 3]
+        copies[1]._made = None  # as if it was given up
+        assert [*pool.map(hold, copies)] == [3, 3]
+        assert [each.sent for each in noted] == [[2, 3], [2, 3]]
+        list(pool.map(step_without_copy, copies))
+        copies[1]._fail("the test")
+        assert [*pool.map(hold, copies)] == [4, -1]
+        for each in copies:
+            each._held.clear()
+        list(pool.map(step, copies))
+    assert [each.sent for each in noted] == [[2, 3, -2], [2, 3, -2]], "freed with the own ones"
+
+
 def copies_of_a_layer(group: ActorGroup) -> StateCopies:
     layer = torch.nn.Linear(3, 3)
     state = TrainingState(layer, torch.optim.AdamW(layer.parameters()))
@@ -364,12 +643,12 @@ def copies_of_a_layer(group: ActorGroup) -> StateCopies:
 
 def write_copy(copies: StateCopies, step: int) -> None:
     """A copy of the present state, as if after this step."""
-    layout = StateLayout(copies._state.state_dict())
-    copies._copy(layout, step)
+    copies._run(_Copy(StateLayout(copies._state.state_dict()), step))
 
 
 TWO_RANKS = """
-from headrace.comm.shared_memory import Segment
+from headrace.comm.host_memory import HeldMemory
+from headrace.comm.shared_memory import Lock, Segment
 from headrace.trainer.learners.state_copies import StateCopies
 segment = Segment.create_anonymous()
 undisturbed, dying, successor = (actor_of(recipe_of(args[0], **eval(args[1])), group) for _ in range(3))

@@ -188,7 +188,9 @@ def test_a_step_without_any_advantage_has_no_cosine_and_no_sample_size(policy_di
 TWO_RANKS = """
 import json
 from headrace.launch.config.load import changed_recipe
+from headrace.trainer import actor_group
 from headrace.trainer.replay.counterfactual import CounterfactualActor
+actor_group.wants_one_sum = lambda *_: args[4] == "True"
 recipe = recipe_of(args[0], **eval(args[2]))
 variants = [changed_recipe(recipe, words.split()).algorithm for words in eval(args[3])]
 actor = CounterfactualActor(recipe, group, variants)
@@ -204,9 +206,10 @@ if group.is_lead:
 """
 
 
-def test_two_ranks_find_the_figures_of_one(policy_dir: Path, tmp_path: Path):
+@pytest.mark.parametrize("sums_once", [False, True])
+def test_two_ranks_find_the_figures_of_one(policy_dir: Path, tmp_path: Path, sums_once: bool):
     words = [*VARIANTS[:2], VARIANTS[6], "algorithm.clip_low=0.2"]
-    on_two_ranks(tmp_path, TWO_RANKS, policy_dir, tmp_path / "figures", repr(TWO_GROUPS), repr(words))
+    on_two_ranks(tmp_path, TWO_RANKS, policy_dir, tmp_path / "figures", repr(TWO_GROUPS), repr(words), sums_once)
     found = [Figures(*each) for each in json.loads((tmp_path / "figures").read_text())]
     recipe = recipe_of(policy_dir, **TWO_GROUPS)
     batches = [batch_of(0, first=number, total=2) for number in range(2)]
