@@ -12,6 +12,8 @@ RUN_ID = "HEADRACE_RUN_ID"
 """Set for the processes of a supervisor: a text that is unique to this start of the run."""
 SEGMENT_FD = "HEADRACE_SEGMENT_FD"
 """Descriptor of the shared memory of a relay or a rank of the trainer; its supervisor has it under the same number."""
+SECOND_FD = "HEADRACE_SECOND_FD"
+"""The same for the copies of another rank of the trainer, which is on another host."""
 LACKS_MEMORY = "HEADRACE_LACKS_MEMORY"
 """Set for a role's process that comes after one which the kernel has killed for memory."""
 
@@ -49,7 +51,7 @@ _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME
 """Makes threads without work sleep at once, with GNU's OpenMP and with Intel's. None is bound to a core: all processes would bind theirs
 to the same cores."""
 
-_OF_THE_RUN = ("HEADRACE_SECRET", STORE, JOINING, RUN_ID, SEGMENT_FD, LACKS_MEMORY)
+_OF_THE_RUN = ("HEADRACE_SECRET", STORE, JOINING, RUN_ID, SEGMENT_FD, SECOND_FD, LACKS_MEMORY)
 
 
 def environment_of_threads(num: int) -> dict[str, str]:

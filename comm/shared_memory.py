@@ -72,9 +72,9 @@ class Segment:
         return Segment(fd, path_of(fd, os.getpid(), fd))
 
     @staticmethod
-    def inherited() -> "Segment":
+    def inherited(variable: str = SEGMENT_FD) -> "Segment":
         """The segment that the supervisor passed in the environment; without one, a segment that this process owns."""
-        if (number := os.environ.get(SEGMENT_FD)) is None:
+        if (number := os.environ.get(variable)) is None:
             return Segment.create_anonymous()
         fd = os.dup(int(number))
         return Segment(fd, path_of(fd, os.getppid(), int(number)))

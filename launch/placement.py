@@ -3,7 +3,7 @@
 The functions depend on numbers only, so all supervisors compute the same placement.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,6 +12,7 @@ from msgspec.structs import astuple
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RoleSettings, RunSettings, TrainerSettings
+from ..relay.weights.partners import Partners, partners
 from .config.hosts import JOINED_HOST
 
 RESTARTABLE = frozenset({"actor", "hub", "relay", "rollout", "shard", "reference", "task"})
@@ -41,6 +42,12 @@ class Placement:
     def name(self) -> str:
         """The name in logs and messages, such as `rollout-1`."""
         return f"{self.role}-{self.index}"
+
+
+def actors_partners(rank: int, places: Iterable[Placement]) -> Partners | None:
+    """The actor ranks on other hosts with which this one exchanges copies of the training state; None without."""
+    hosts = {place.index: place.host for place in places if place.role == "actor"}
+    return partners(rank, [hosts[index] for index in sorted(hosts)])
 
 
 def count_relays(roles: RoleSettings, num_hosts: int = 1) -> int:

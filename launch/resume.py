@@ -1,8 +1,9 @@
 """Where a resumed run continues, decided before its processes start; nothing that it has trained is lost silently.
 
-It continues after its last trained step. The trainer loads the newest checkpoint that is whole and in the journal, and trains the
-steps after it again from `rows/`, like a trainer that starts again after its death. Files that the run does not continue are renamed to
-`NAME.discarded-N`.
+It continues after its last trained step. The trainer loads the newest checkpoint that is whole and in the journal, or a newer copy of
+its state that the run before has left in `memory/`, and trains the steps after it again from `rows/`, like a trainer that starts again
+after its death. Where the run continues depends on checkpoint and rows alone, so a damaged copy loses nothing. Files that the run does
+not continue are renamed to `NAME.discarded-N`.
 """
 
 import itertools
@@ -13,11 +14,13 @@ from typing import NamedTuple
 
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe, RunSettings
-from ..relay.checkpoints import CheckpointFolder
+from ..relay.checkpoints import CheckpointFolder, number_of
 from ..relay.journal.cutting import KnownSteps, cut_after, steps_in
 from ..relay.journal.evaluations import EVALUATIONS_FILE
 from ..relay.journal.files import JournalError
 from ..relay.journal.journal import Journal
+from ..relay.weights.saved_states import FOLDER as MEMORY
+from ..relay.weights.saved_states import SavedStates
 from .config.device_defaults import changed_type
 from .config.load import read_recipe
 from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, JOURNAL_FOLDER, METRICS_FILE, SUMMARY_FILE, read_summary
@@ -31,6 +34,7 @@ _OF_ONE_RUN = (
     ROWS,
     "checkpoints",
     "queue",
+    MEMORY,
     "tensorboard",
     "start_adapter",
 )
@@ -47,6 +51,8 @@ class ResumePoint(NamedTuple):
     checkpoint: int | None
     lines: list[str]
     """For the console: the way in which the run continues, and the reasons."""
+    copy: int | None = None
+    """The step of a newer copy of the state, from which fewer steps are trained again if it has the right digest."""
 
 
 def finished_after(settings: RunSettings) -> int | None:
@@ -108,8 +114,10 @@ def choose_point(recipe: Recipe) -> ResumePoint:
             f"run.resume: the {known.num_trained} steps of the run in {run_dir} cannot be rebuilt. No checkpoint can be used:"
             f" {why}. Nor can all steps be trained again: {problem}. {_WAYS_OUT}"
         )
-    lines = [*_told(folder, step, checkpoint, known, problems, problem, changed), *changed_type(recipe)]
-    return ResumePoint(step, checkpoint, lines)
+    copy, skipped = SavedStates(run_dir).newest(checkpoint or 0, step, recipe.roles.actor)
+    point = ResumePoint(step, checkpoint, [*problems, *skipped], copy)
+    lines = [*_told(folder, point, known.num_trained, problem, changed), *changed_type(recipe)]
+    return point._replace(lines=lines)
 
 
 _WAYS_OUT = "Set run.resume=restart to start at step 1 and keep these files under other names, or set another run.dir"
@@ -148,25 +156,24 @@ def _last_rebuilt(recipe: Recipe, checkpoint: int | None, num_trained: int, chan
 
 
 def _told(
-    folder: CheckpointFolder,
-    step: int,
-    checkpoint: int | None,
-    known: KnownSteps,
-    problems: Iterable[str],
-    problem: str,
-    changed: Sequence[str],
+    folder: CheckpointFolder, point: ResumePoint, last: int, problem: str, changed: Sequence[str]
 ) -> Iterator[str]:
-    """The lines of a run that continues."""
-    for reason in problems:
+    """The lines of a run that continues, of which `last` steps were trained. The point has what is skipped, and `problem` is why not more
+    steps can be rebuilt."""
+    for reason in point.lines:
         yield f"run.resume=auto: {reason}; it is skipped"
-    first = (checkpoint or 0) + 1
-    last = known.num_trained
-    path = folder.path(checkpoint or 0)
-    start = "; it has no checkpoint that can be used" if checkpoint is None else f", from {path}"
-    again = f"; {_steps(first, step)} trained again from {ROWS}/" if step >= first else ""
-    yield f"run.resume=auto: the run continues after step {step}{start}{again}"
-    if step < last:
-        yield f"run.resume=auto: {_steps(step + 1, last)} given up, since {problem}; their files are kept under other names"
+    first = (point.copy or point.checkpoint or 0) + 1
+    if point.copy is not None:
+        start = f", from the copy of the training state in {SavedStates(folder.root.parent).path(point.copy)}"
+    elif point.checkpoint is not None:
+        start = f", from {folder.path(point.checkpoint)}"
+    else:
+        start = "; it has no checkpoint that can be used"
+    again = f"; {_steps(first, point.step)} trained again from {ROWS}/" if point.step >= first else ""
+    yield f"run.resume=auto: the run continues after step {point.step}{start}{again}"
+    if point.step < last:
+        given_up = _steps(point.step + 1, last)
+        yield f"run.resume=auto: {given_up} given up, since {problem}; their files are kept under other names"
     others = [name for name in changed if name not in ("model.path", "model.dtype")]  # the type has a line of its own
     if others:
         what = "steps are trained again" if again else "the run continues"
@@ -205,14 +212,18 @@ def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
     if rest := list(_lines_from(metrics, point.step)):
         _discarded(metrics, number).write_bytes(b"".join(rest))
     given_up = {path: step for path, step in saved_steps(run_dir) if step >= point.step}
-    if given_up and steps_in(journal).num_trained > point.step:
+    num_trained = steps_in(journal).num_trained
+    if given_up and num_trained > point.step:
         (aside := _discarded(run_dir / ROWS, number)).mkdir()
         for path in given_up:
             path.rename(aside / path.name)
     for path in given_up:
         path.unlink(missing_ok=True)  # of the step under way at the end, which no journal knows
-    for name in ("checkpoints", "queue"):  # else the new steps of these numbers would seem to have them
-        later = [path for path in (run_dir / name).glob("step_*") if _number_of(path) > point.step]
+    copies = SavedStates(run_dir)
+    # Of no use: older ones, incomplete ones, and those of a step that no journal knows.
+    copies.remove(step for step in copies.steps() if step != point.copy and not point.step < step <= num_trained)
+    for name in ("checkpoints", "queue", MEMORY):  # else the new steps of these numbers would seem to have them
+        later = [path for path in (run_dir / name).glob("step_*") if number_of(path.name) > point.step]
         for path in later:
             (aside := _discarded(run_dir / name, number)).mkdir(exist_ok=True)
             path.rename(aside / path.name)
@@ -224,12 +235,6 @@ def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
         folder.clear_latest()
     else:
         folder.set_latest(point.checkpoint)
-
-
-def _number_of(checkpoint: Path) -> int:
-    """The step of a checkpoint's folder; -1 for another name."""
-    step = checkpoint.name.removeprefix("step_")
-    return int(step) if step.isdecimal() else -1
 
 
 def _lines_from(metrics: Path, step: int) -> Iterator[bytes]:

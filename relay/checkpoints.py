@@ -53,20 +53,20 @@ class CheckpointFolder:
 
     def whole(self) -> dict[int, Manifest]:
         """Manifests of the checkpoints that were written to their end, by step. Their digests are not checked."""
-        found = {_step_of(path.parent.name): _read_manifest(path) for path in self.root.glob(f"step_*/{MANIFEST}")}
+        found = {number_of(path.parent.name): _read_manifest(path) for path in self.root.glob(f"step_*/{MANIFEST}")}
         return {step: manifest for step, manifest in sorted(found.items()) if manifest and manifest.step == step}
 
     def incomplete(self) -> list[int]:
         """Steps of the checkpoints that were begun and not written to their end; an export alone is not one."""
         whole = self.whole()
-        return [step for path in self.root.glob("step_*/dcp") if (step := _step_of(path.parent.name)) not in whole]
+        return [step for path in self.root.glob("step_*/dcp") if (step := number_of(path.parent.name)) not in whole]
 
     def latest(self) -> int | None:
         """The step that `latest` names, None without the file. Raises `SettingError` if it names none."""
         pointer = self.root / "latest"
         if not pointer.exists():
             return None
-        step = _step_of(pointer.read_text(encoding="utf-8").strip())
+        step = number_of(pointer.read_text(encoding="utf-8").strip())
         if step < 0:
             raise SettingError(f"run.resume: {pointer} does not name a checkpoint")
         return step
@@ -158,12 +158,12 @@ class CheckpointFolder:
             shutil.rmtree(self.path(step))
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, *content: bytes | memoryview) -> None:
     """Replace a file; after a power cut it has the old content or the new one."""
     new = path.with_name(f"{path.name}.new")
     try:
         with new.open("wb") as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
@@ -199,8 +199,8 @@ def _read_manifest(path: Path) -> Manifest | None:
         return None
 
 
-def _step_of(name: str) -> int:
-    """N of `step_N`, -1 for another name."""
+def number_of(name: str) -> int:
+    """N of the name `step_N`, -1 of another name."""
     number = name.removeprefix("step_")
     return int(number) if number != name and number.isdecimal() else -1
 

@@ -24,7 +24,7 @@ TRANSFORMERS_BYTES = 0.265e9
 """Private memory of a process that has imported transformers and the CPU build of torch; the pages of library files are shared."""
 CHECKPOINT_PARTS = ("copy for a checkpoint", "policy for its export")
 """The parts of host memory that a checkpoint needs while it is written; the second part on rank 0 alone."""
-COPY_PART = "second copy of the state"
+COPY_PART = "more copies of the state"
 """The part that only copies for a restarted trainer need, which does without where there is no room (`state_copies.py`)."""
 PAGE_TOKENS = 64
 """Tokens of a page of the cache on a host without a GPU."""
@@ -171,9 +171,13 @@ def actor_memory(
     on_gpu: bool = True,
     row_tokens: int | None = None,
     sums_once: bool = False,
+    keeps_others: bool = False,
 ) -> MemoryEstimate:
     """The memory of one rank of the trainer. `row_tokens`: those of the longest trajectory, where the data are known. `sums_once`: what
-    `wants_one_sum` says."""
+    `wants_one_sum` says.
+
+    keeps_others: it keeps two copies of the state of a rank on another host.
+    """
     actors = recipe.roles.actor
     ranks = recipe.trainer.shard_ranks or actors
     lora = recipe.lora
@@ -208,7 +212,7 @@ def actor_memory(
         PROCESS: TRANSFORMERS_BYTES,
     }
     if has_copies(recipe.run, recipe.trainer):
-        host[COPY_PART] = copy
+        host[COPY_PART] = copy * (3 if keeps_others else 1)
     tokens = recipe.optimizer.micro_batch
     if row_tokens:  # a rank has at most its part of a step
         rows = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt

@@ -1,7 +1,7 @@
 """How the trainer recovers when its process was restarted or the run is resumed.
 
-It loads the newest copy of the training state in memory, the newest checkpoint, or the initial weights, and trains the steps
-after it again from `rows/`, with the same batches in the same order. The hub says how many steps the run has trained; nothing is reported or published until then.
+It loads the newest copy of the training state in memory, or of those that the start before has left in the run folder, the newest
+checkpoint, or the initial weights, and trains the steps after it again from `rows/`, with the same batches in the same order. The hub says how many steps the run has trained; nothing is reported or published until then.
 """
 
 from pathlib import Path
@@ -57,7 +57,7 @@ class Restored(NamedTuple):
 
 
 def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_checked: bool) -> Restored:
-    """Load the newest state: a copy in memory, or the newest checkpoint that the journal knows. A collective of all ranks.
+    """Load the newest state: a copy in memory or in `memory/`, or the newest checkpoint that the journal knows. A collective of all ranks.
 
     num_trained: of rank 0's `request_restart`, or -1 if the run begins with this process; other ranks pass -1. A copy may
     be of a step of which the hub has not heard; it is not used, since the next incarnation has to report that step.
@@ -70,13 +70,13 @@ def restore_newest(learner: "Learner", run_dir: Path, num_trained: int, *, is_ch
     latest = folder.latest() if asks else None
     checkpoint, num_trained = map(int, group.all_reduce_max([float(_step_of(latest)), float(num_trained)]))
     copies = copies_of(learner)
-    copy = -1 if copies is None else copies.newest(num_trained)
+    copy = -1 if copies is None else copies.newest(num_trained, checkpoint)
     if copy < max(checkpoint, 0) and not is_checked:
         usable = folder.newest_usable() if asks else None  # reads whole checkpoints
         checkpoint = int(group.all_reduce_max([float(_step_of(usable))])[0])
     if copies is not None and copy >= max(checkpoint, 0):
         copies.restore(copy)
-        source = f"the copy in memory of step {copy}"
+        source = f"{copies.source} of step {copy}"
     else:
         if copies is not None:
             copies.forget()

@@ -25,7 +25,7 @@ from ...trainer.memory import (
     wants_checkpointing,
     wants_one_sum,
 )
-from ..placement import Placement, visible_devices
+from ..placement import Placement, actors_partners, visible_devices
 from .gpus import Gpus
 from .memory_advice import advice
 from .prompt_lengths import PromptLength
@@ -102,7 +102,13 @@ class MemoryPlan:
         rows = 2.0 * recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt * tokens * _ROW_BYTES
         self.needs = {
             "actor": actor_memory(
-                sizes, recipe, checkpointing=self.is_checkpointed, on_gpu=on_gpu, row_tokens=known, sums_once=sums_once
+                sizes,
+                recipe,
+                checkpointing=self.is_checkpointed,
+                on_gpu=on_gpu,
+                row_tokens=known,
+                keeps_others=actors_partners(0, places) is not None,
+                sums_once=sums_once,
             ),
             "rollout": rollout_memory(sizes, recipe, tokens, on_gpu=on_gpu, room=room),
             "relay": MemoryEstimate({}, {"3 versions": versions, "rows": rows, PROCESS: _TORCH_BYTES}),
@@ -228,9 +234,7 @@ class MemoryPlan:
             elif need + copies > min(host_bytes, free_bytes):
                 needs = f"its processes need {need / _GB:.1f} GB (an estimate)"
                 without = "without, a trainer that dies trains the steps since its last checkpoint again"
-                warnings.append(
-                    f"{has}, and {needs} and {copies / _GB:.1f} GB for a second copy of the state: {without}"
-                )
+                warnings.append(f"{has}, and {needs} and {copies / _GB:.1f} GB for more copies of the state: {without}")
         return refused, warnings
 
     def of_processes(self) -> dict[str, float]:

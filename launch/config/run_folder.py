@@ -21,6 +21,17 @@ SUMMARY_FILE = "summary.json"
 """File of the run folder that the hub writes when the run has ended."""
 
 
+def start_in(run_dir: Path) -> str:
+    """Tells the start of a run in this folder from others, on all hosts that share it; empty where it is not shared.
+
+    Each start writes the recipe.
+    """
+    try:
+        return str((run_dir / CONFIG_FILE).stat().st_mtime_ns)
+    except OSError:
+        return ""
+
+
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """The summary that the hub wrote when the run ended, None without one."""
     try:
@@ -78,6 +89,11 @@ class FolderWatch:
         self._path = run_dir
         self._folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
         weakref.finalize(self, os.close, self._folder)
+
+    @property
+    def path(self) -> Path:
+        """Where the folder is now. Of one that was removed there is nothing."""
+        return Path(f"/proc/self/fd/{self._folder}").resolve() if self.problem() else self._path
 
     def problem(self) -> str:
         """The message about a folder that was moved or removed; empty while it is in its place."""

@@ -6,11 +6,20 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...comm.environment import RESOLVER_ENV
 from ...comm.process_tree import end_with_parent
 from .signals import WATCHED
+
+
+@dataclass(frozen=True, slots=True)
+class ChildCommands:
+    """The commands of a supervisor's children; the supervisor adds the arguments that depend on the role."""
+
+    worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.processes.role_process")
+    store: Sequence[str] = (sys.executable, "-m", "headrace.comm.store")
 
 
 class Child:

@@ -2,17 +2,21 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from ...comm.environment import ADDRESS_FILE, STORE
 from ...comm.errors import StoreGone, WaitTimeout
+from ...comm.links.host import split_address
 from ...comm.waits import Wait, waiting
 
 FIND_S = 120.0
 INTERRUPTED_S = 2.0
 """Seconds that an interrupted rank still waits: if the store is there, the run ends in order."""
+STORE_ANSWER_S = 1.0
+"""Seconds within which a store answers a connection."""
 
 
 def start_id() -> str:
@@ -79,3 +83,17 @@ def read_address(run_dir: Path, start: str) -> str:
     except OSError:
         return ""
     return address if found == start else ""
+
+
+def has_store_ended(address: str) -> bool:
+    """Whether the run's store is no more; one that is frozen, or whose host does not answer, may come back.
+
+    A store greets each connection. One that is being killed still takes some, until the kernel has closed its socket.
+    """
+    try:
+        with socket.create_connection(split_address(address), STORE_ANSWER_S) as connection:
+            return not connection.recv(1)
+    except ConnectionError:
+        return True
+    except OSError:
+        return False

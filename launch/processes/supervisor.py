@@ -8,8 +8,6 @@ starts the run's store, and the supervisor of relay-0 also starts the hub.
 import os
 import secrets
 import signal
-import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from ...comm.environment import (
     GPU_PROCESSES,
     LACKS_MEMORY,
     RUN_ID,
+    SECOND_FD,
     SEGMENT_FD,
     STORE,
     STREAMING_COPY_ENV,
@@ -27,21 +26,29 @@ from ...comm.environment import (
     environment_of_threads,
 )
 from ...comm.errors import MEMORY_FULL_EXIT, STORE_GONE_EXIT, STORE_LOST_EXIT, SettingError, StoreGone
-from ...comm.links.host import listening_address, split_address
+from ...comm.links.host import listening_address
 from ...comm.memfd import create_memory
 from ...comm.process_tree import end_with_parent
 from ...comm.recipe import Recipe
 from ..config.gpus import Gpus
 from ..config.hosts import JOINED_HOST, ranks_of_hosts
-from ..config.run_folder import CONFIG_FILE, SUMMARY_FILE, FolderWatch
+from ..config.run_folder import CONFIG_FILE, SUMMARY_FILE, FolderWatch, start_in
 from ..cores import cores_of
-from ..placement import Placement, is_restartable, place_ranks, processes_on, staging_gpu, visible_devices
+from ..placement import (
+    Placement,
+    actors_partners,
+    is_restartable,
+    place_ranks,
+    processes_on,
+    staging_gpu,
+    visible_devices,
+)
 from ..report.peak_memory import write_peaks
-from .child import Child, describe_exit, print_message
+from .child import Child, ChildCommands, describe_exit, print_message
 from .memory_kill import MemoryKills
 from .secret import read_secret
 from .signals import block_signals, wait_for_signal
-from .store_address import read_address, start_id
+from .store_address import has_store_ended, read_address, start_id
 
 SHUTDOWN_S = 20.0
 """Seconds that children have to end in order once the run fails or is interrupted; then they are killed."""
@@ -51,8 +58,6 @@ POLL_S = 0.5
 """Seconds between two checks for the summary."""
 STORE_POLL_S = 0.02
 """Seconds between two checks for the address of the store that is starting."""
-STORE_ANSWER_S = 1.0
-"""Seconds within which a store answers a connection."""
 MAX_RESTARTS = 5
 """Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
 RESTART_WINDOW_S = 60.0
@@ -101,28 +106,6 @@ def classify_exit(
     return ExitKind.FAILED_UNREPORTED
 
 
-def has_store_ended(address: str) -> bool:
-    """Whether the run's store is no more; one that is frozen, or whose host does not answer, may come back.
-
-    A store greets each connection. One that is being killed still takes some, until the kernel has closed its socket.
-    """
-    try:
-        with socket.create_connection(split_address(address), STORE_ANSWER_S) as connection:
-            return not connection.recv(1)
-    except ConnectionError:
-        return True
-    except OSError:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class ChildCommands:
-    """The commands of a supervisor's children; the supervisor adds the arguments that depend on the role."""
-
-    worker: Sequence[str] = (sys.executable, "-X", "faulthandler", "-m", "headrace.launch.processes.role_process")
-    store: Sequence[str] = (sys.executable, "-m", "headrace.comm.store")
-
-
 @dataclass(slots=True)
 class Supervisor:
     """The parent of one role's process, and on some ranks of the store or the hub."""
@@ -135,13 +118,15 @@ class Supervisor:
     """Address of the run's store; the supervisor that starts the store reads it from the run folder."""
     store_interface: str = "127.0.0.1"
     has_other_hosts: bool = False
+    keeps_others: bool = False
+    """Whether an actor rank keeps the copies of one on another host."""
     device: str = ""
     """`CUDA_VISIBLE_DEVICES` of the child; empty hides every GPU."""
     gpu_processes: int = 1
     """The number of the run's processes on that GPU."""
     computing: Mapping[str, str] = field(default_factory=lambda: environment_of_threads(1))
     """Variables with the threads of the role's process, and of those that come after it; the other children have one."""
-    commands: ChildCommands = ChildCommands()
+    commands: ChildCommands = field(default_factory=ChildCommands)
     shutdown_s: float = SHUTDOWN_S
     children: dict[str, Child] = field(default_factory=dict)
     restarts: dict[str, list[float]] = field(default_factory=dict)
@@ -153,7 +138,11 @@ class Supervisor:
     has_lost_store: bool = False
     has_started: bool = False
     """Whether the processes of the roles have been started."""
-    segment: int | None = None
+    segments: dict[str, int] = field(default_factory=dict)
+    """Memory that outlives the role's process, by the variable that passes it on."""
+    last_code: int | None = None
+    """Of the role's process that ended last."""
+    start: str = field(init=False)
     due: dict[str, float] = field(default_factory=dict)
     """When to try again to start a child for which the machine had no room."""
     failed_starts: dict[str, list[float]] = field(default_factory=dict)
@@ -167,6 +156,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.folder = FolderWatch(Path(self.recipe.run.dir))
+        self.start = start_in(Path(self.recipe.run.dir))
 
     def run(self) -> int:
         """Start the children and return the supervisor's exit code once all have ended. Raises `SettingError` if the store refuses to start.
@@ -196,14 +186,19 @@ class Supervisor:
                 del self.due[name]
                 self._start_worker(name)
             self._start_roles()
+        if self.placement.role == "actor":
+            from .left_copies import LeftCopies
+
+            copies = LeftCopies(self.folder.path, self.placement, self.recipe.roles.actor, self.start)
+            copies.write(self.segments, has_ended=self.last_code == 0)
         self._write_peaks()
         return self.exit_code
 
     def _write_peaks(self) -> None:
         """Record the peak memory of the children; a relay's weights and a trainer's copies are in the memory of its supervisor."""
         peaks = self.kills.peaks
-        if self.segment is not None and self.placement.name in peaks:
-            peaks[self.placement.name] += 512 * os.fstat(self.segment).st_blocks
+        if self.placement.name in peaks:
+            peaks[self.placement.name] += sum(512 * os.fstat(fd).st_blocks for fd in self.segments.values())
         if not self.folder.problem():
             write_peaks(Path(self.recipe.run.dir), self.placement.name, peaks)
 
@@ -216,7 +211,8 @@ class Supervisor:
         self.has_started = True
         role = self.placement.role
         if role == "relay" or (role == "actor" and is_restartable(role, self.recipe.run, self.recipe.trainer)):
-            self.segment = create_memory(f"headrace-{self.placement.name}")
+            for variable in (SEGMENT_FD, SECOND_FD)[: 1 + self.keeps_others]:
+                self.segments[variable] = create_memory(f"headrace-{self.placement.name}")
         if self.placement.name == "relay-0":
             self._start_worker("hub")
         self._start_worker(self.placement.name)
@@ -272,9 +268,8 @@ class Supervisor:
         pass_fds = ()
         if name == self.placement.name:
             environment |= {key: value for key, value in STREAMING_COPY_ENV.items() if key not in os.environ}
-            if self.segment is not None:
-                environment[SEGMENT_FD] = str(self.segment)
-                pass_fds = (self.segment,)
+            environment |= {variable: str(fd) for variable, fd in self.segments.items()}
+            pass_fds = (*self.segments.values(),)
             if self.lacks_memory:
                 environment[LACKS_MEMORY] = "1"
         elif name == "store":
@@ -285,6 +280,8 @@ class Supervisor:
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
+        if child.name == self.placement.name:
+            self.last_code = code
         now = time.monotonic()
         can_restart = is_restartable(role, self.recipe.run, self.recipe.trainer)
         is_expected = can_restart or code in (STORE_GONE_EXIT, STORE_LOST_EXIT, -signal.SIGQUIT, -signal.SIGKILL)
@@ -441,6 +438,7 @@ def supervise(recipe: Recipe, store_address: str, joining: Sequence[Placement] =
     cores = cores_of(recipe, here, has_gpus=bool(gpus))
     supervisor.computing = cores.environment(placement.role, has_all=len(here) == len(placements))
     supervisor.has_other_hosts = bool(joining) or len(hosts) > 1
+    supervisor.keeps_others = placement.role == "actor" and bool(actors_partners(placement.index, placements))
     if supervisor.hosts_store:
         towards = os.environ["MASTER_ADDR"] if supervisor.has_other_hosts else ""
         supervisor.store_interface = listening_address(recipe.comm.interface, towards)

@@ -10,9 +10,10 @@ from headrace.comm.errors import SettingError
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.dry_run import check_host
 from headrace.launch.config.gpus import Gpus
+from headrace.launch.config.hosts import equal_hosts
 from headrace.launch.config.load import read_recipe
 from headrace.launch.config.memory_plan import MemoryPlan
-from headrace.launch.placement import place_ranks
+from headrace.launch.placement import count_ranks, place_ranks
 from headrace.launch.run import main
 from headrace.trainer.memory import CHECKPOINT_PARTS, COPY_PART
 
@@ -162,6 +163,15 @@ def test_a_host_without_the_memory_for_its_processes_and_a_checkpoint_is_a_warni
     )
     refused, warned = without.host_shortages(6e9, 6e9)
     assert len(refused) == 1 and not warned, "weights, gradients and moments alone are more"
+
+
+def test_with_actors_on_two_hosts_each_has_room_for_two_copies_of_another_ones_state():
+    recipe = read_recipe(None, [*LONG, "roles.actor=2", "roles.relay=2"])
+    alone, two = (
+        MemoryPlan(recipe, SMALL, place_ranks(recipe.roles, hosts), Gpus((), 0)).needs["actor"].host
+        for hosts in (equal_hosts(count_ranks(recipe.roles), count_ranks(recipe.roles) // number) for number in (1, 2))
+    )
+    assert two[COPY_PART] == 3 * alone[COPY_PART]
 
 
 def test_where_there_is_no_room_for_a_second_copy_of_the_state_a_warning_says_what_the_run_does_without():

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.emulated_run import EMULATED
 
@@ -13,6 +14,7 @@ from headrace.launch.run import main
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.journal.events import Checkpointed, Opened, Trained
 from headrace.relay.journal.journal import Journal
+from headrace.relay.weights.saved_states import SavedStates, StateHead
 from headrace.trainer.step_log import StepLog
 
 
@@ -47,7 +49,7 @@ def save_rows(run_dir: Path, *steps: int, num_ranks: int = 1) -> None:
 
 def test_a_run_continues_after_its_last_step_from_the_newest_checkpoint_and_the_rows_after_it(run_dir: Path):
     save_rows(run_dir, 4, 5)
-    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    step, checkpoint, lines, _ = choose_point(recipe_of(run_dir))
     assert (step, checkpoint) == (6, 4)
     assert "step_6 is not in the journal" in lines[0] and "continues after step 6, from" in lines[1]
     assert "step_4; steps 5 to 6 are trained again from rows/" in lines[1] and len(lines) == 2
@@ -55,11 +57,11 @@ def test_a_run_continues_after_its_last_step_from_the_newest_checkpoint_and_the_
 
 def test_steps_whose_rows_are_missing_or_of_another_number_of_ranks_are_given_up_for_a_checkpoint(run_dir: Path):
     save_rows(run_dir, 4)
-    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    step, checkpoint, lines, _ = choose_point(recipe_of(run_dir))
     assert (step, checkpoint) == (5, 4)
     assert "step 6 is given up, since rows/step_5.safetensors is missing" in lines[-1]
     save_rows(run_dir, 4, 5, num_ranks=2)
-    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    step, checkpoint, lines, _ = choose_point(recipe_of(run_dir))
     assert (step, checkpoint) == (4, 4)
     assert "steps 5 to 6 are given up, since roles.actor=1: step 5 was trained by 2 actor ranks" in lines[-1]
     assert choose_point(recipe_of(run_dir, "trainer.engine=mine.py:Mine")).step == 4
@@ -77,9 +79,48 @@ def test_checkpoints_and_saved_queues_of_steps_that_are_given_up_get_other_names
     assert queue.path(4).exists()
 
 
+def leave_copies(run_dir: Path, *steps: int, num_ranks: int = 1) -> SavedStates:
+    saved = SavedStates(run_dir)
+    for step in steps:
+        saved.write(0, StateHead(step, f"{step:032x}", 11, 100, num_ranks, "1"), np.zeros(100, np.uint8))
+    return saved
+
+
+def test_a_copy_of_the_state_that_is_newer_than_the_checkpoint_saves_steps_and_the_others_are_removed(run_dir: Path):
+    save_rows(run_dir, 4, 5)
+    saved = leave_copies(run_dir, 3, 5, 7)  # the journal has no step 7
+    point = choose_point(recipe_of(run_dir))
+    assert point[:2] == (6, 4) and point.copy == 5
+    again = f"continues after step 6, from the copy of the training state in {saved.path(5)}; step 6 is trained again"
+    assert again in point.lines[-1]
+    assert prepare_folder(recipe_of(run_dir)) == point.lines
+    assert saved.steps() == [5] and CheckpointFolder(run_dir).latest() == 4, "the trainer falls back to the checkpoint"
+    assert (run_dir / "rows/step_4.safetensors").exists() and not (run_dir / "memory.discarded-1").exists()
+
+
+def test_a_copy_does_not_decide_where_a_run_continues(run_dir: Path):
+    save_rows(run_dir, 5)
+    saved = leave_copies(run_dir, 5)
+    point = choose_point(recipe_of(run_dir))
+    assert point[:2] == (4, 4) and point.copy is None, "the rows of step 5 are missing"
+    prepare_folder(recipe_of(run_dir))
+    assert not saved.steps() and (run_dir / "memory.discarded-1/step_5/actor-0.state").exists()
+
+
+def test_an_incomplete_copy_is_skipped_and_removed(run_dir: Path):
+    save_rows(run_dir, 4, 5)
+    saved = leave_copies(run_dir, 5, 6)
+    saved.file(6, 0).write_bytes(saved.file(6, 0).read_bytes()[:-1])
+    point = choose_point(recipe_of(run_dir))
+    assert point.copy == 5
+    assert "run.resume=auto: memory/step_6 lacks a whole actor-0.state; it is skipped" in point.lines
+    prepare_folder(recipe_of(run_dir))
+    assert saved.steps() == [5]
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_dir: Path):
     (run_dir / "checkpoints/step_4/dcp/data").write_bytes(bytes(99) + b"\1")
-    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    step, checkpoint, lines, _ = choose_point(recipe_of(run_dir))
     assert (step, checkpoint) == (2, 2)
     assert any("step_4 has a damaged dcp/data" in line for line in lines)
 
@@ -98,7 +139,7 @@ def without_checkpoints(run_dir: Path) -> None:
 def test_without_a_checkpoint_all_steps_are_trained_again_from_their_rows(run_dir: Path):
     without_checkpoints(run_dir)
     save_rows(run_dir, *range(6))
-    step, checkpoint, lines = choose_point(recipe_of(run_dir))
+    step, checkpoint, lines, _ = choose_point(recipe_of(run_dir))
     assert (step, checkpoint) == (6, None)
     assert "continues after step 6; it has no checkpoint that can be used; steps 1 to 6 are trained again" in lines[-1]
     assert prepare_folder(recipe_of(run_dir)) == lines
@@ -126,7 +167,7 @@ def test_steps_are_not_trained_again_from_another_policy_and_other_settings_are_
     save_rows(run_dir, *range(6))
     save_recipe(recipe_of(run_dir, "model.path=first", "optimizer.lr=1e-5"))
     other = recipe_of(run_dir, "model.path=second", "optimizer.lr=1e-6")
-    _, checkpoint, lines = choose_point(other)
+    _, checkpoint, lines, _ = choose_point(other)
     assert checkpoint == 4
     assert "warning: steps are trained again with other settings than in the previous run: optimizer.lr" in lines[-1]
     without_checkpoints(run_dir)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from headrace.comm.environment import ADDRESS_FILE, STORE
 from headrace.comm.errors import StoreGone
 from headrace.launch import run
 from headrace.launch.processes import store_address
-from headrace.launch.processes.store_address import find_store, start_id
+from headrace.launch.processes.store_address import find_store, has_store_ended, start_id
 
 PATIENCE_S = 60.0
 WAITING = """
@@ -81,3 +82,16 @@ def test_a_rank_without_a_store_ends_with_one_line_on_each_host(monkeypatch, cap
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert run.main(["recipe.yaml"]) == code
         assert capsys.readouterr().err == expected
+
+
+def test_a_store_that_takes_connections_and_ends_them_has_ended_and_one_that_is_silent_has_not(monkeypatch):
+    monkeypatch.setattr("headrace.launch.processes.store_address.STORE_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert not has_store_ended(address)
+        listener.accept()[0].close()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(has_store_ended, address)
+            listener.accept()[0].close()
+            assert asked.result(PATIENCE_S)
+    assert has_store_ended(address)

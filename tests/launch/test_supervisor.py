@@ -5,12 +5,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,8 +31,8 @@ from headrace.launch.processes.supervisor import (
     RESTART_WINDOW_S,
     ExitKind,
     classify_exit,
-    has_store_ended,
 )
+from headrace.relay.weights.saved_states import SavedStates
 
 T = TypeVar("T")
 DRIVER = Path(__file__).parents[1] / "support" / "supervisor_driver.py"
@@ -59,6 +57,8 @@ class RunningSupervisor:
         self.run_dir = run_dir
         self.events_file = run_dir / "events"
         run_dir.mkdir(parents=True)
+        if "config" in conditions:
+            (run_dir / "config.yaml").write_text(str(conditions["config"]))
         environment = {**os.environ, "HEADRACE_SCRIPT": json.dumps(script), "HEADRACE_EVENTS": str(run_dir)}
         self.store = StoreServer("127.0.0.1", SECRET.encode()).start()
         environment["HEADRACE_SECRET"] = SECRET
@@ -341,6 +341,32 @@ def test_a_trainer_that_can_start_again_has_one_segment_in_all_its_processes(sup
     assert len(given) == 1 and (given != {"-"}) is is_given
 
 
+@pytest.mark.parametrize("name", ["actor-0", "relay-1"])
+def test_the_copies_of_a_trainer_that_is_not_started_again_are_left_in_the_run_folder(supervisor, name: str):
+    running = supervisor(name, {name: ["copy"]}, config="run.steps: 9")
+    code, errors = running.end()
+    head = SavedStates(running.run_dir).head(3, 0)
+    assert code == 2 and (head is not None) is (name == "actor-0"), errors
+    assert "after step 3 to" in errors or head is None
+
+
+@pytest.mark.parametrize("keeps_others", [False, True])
+def test_the_supervisor_of_an_actor_leaves_the_copies_of_another_hosts_rank_too(supervisor, keeps_others: bool):
+    running = supervisor("actor-0", {"actor-0": ["copy"]}, config="run.steps: 9", keeps_others=keeps_others)
+    running.end()
+    saved = SavedStates(running.run_dir)
+    assert [saved.head(3, rank) is not None for rank in (0, 1)] == [True, keeps_others]
+
+
+def test_a_run_folder_that_was_renamed_gets_the_copies(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["copy and wait"]}, config="run.steps: 9")
+    running.wait_for("actor-0 copied")
+    moved = running.run_dir.rename(running.run_dir.with_name("moved"))
+    code, errors = running.end()
+    assert (code, SavedStates(moved).steps()) == (2, [3]), errors
+    assert not running.run_dir.exists()
+
+
 @pytest.mark.parametrize("users", [None, "glibc.malloc.check=0"])
 def test_a_roles_process_copies_large_pieces_past_the_caches_unless_the_user_says_otherwise(
     supervisor, monkeypatch, users
@@ -454,16 +480,3 @@ def test_a_role_that_lost_a_store_which_has_ended_ends_the_run_on_its_host(super
     code, errors = running.end()
     assert code == 1 and len(running.events("rollout-0 start")) == 1
     assert errors == "headrace: rollout-0 has no connection to the run's store; the run ends on this host\n"
-
-
-def test_a_store_that_takes_connections_and_ends_them_has_ended_and_one_that_is_silent_has_not(monkeypatch):
-    monkeypatch.setattr("headrace.launch.processes.supervisor.STORE_ANSWER_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert not has_store_ended(address)
-        listener.accept()[0].close()
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(has_store_ended, address)
-            listener.accept()[0].close()
-            assert asked.result(DEADLINE_S)
-    assert has_store_ended(address)

@@ -3,7 +3,7 @@
 With `store` the supervisor starts the fake store itself; else there is one at the address.
 
 HEADRACE_CONDITIONS is JSON: `fail_starts`, the numbers of the processes whose start fails, from 1 on; `restart_window_s`;
-`num_threads`; `joined`, whether its host has joined a running job; `counter`, the file in place of the kernel's counters; `cgroup`, the folder of the cgroup in which all of it runs.
+`num_threads`; `config`, the recipe in the run folder; `keeps_others`, as of the supervisor; `joined`, whether its host has joined a running job; `counter`, the file in place of the kernel's counters; `cgroup`, the folder of the cgroup in which all of it runs.
 """
 
 import errno
@@ -56,5 +56,6 @@ supervisor = Supervisor(
 )
 if "counter" in conditions:
     supervisor.kills = MemoryKills({Path(conditions["counter"]): "oom_kill"})
+supervisor.keeps_others = conditions.get("keeps_others", False)
 supervisor.computing = environment_of_threads(conditions.get("num_threads", 1))
 sys.exit(supervisor.run())

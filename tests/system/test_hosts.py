@@ -24,6 +24,7 @@ from headrace.launch.recipes.parts import RECIPE as QUICKSTART
 from headrace.launch.recipes.parts import missing_parts
 from headrace.relay.journal.events import Checkpointed, Moved, Opened, Published, Received
 from headrace.relay.journal.files import read_events
+from headrace.relay.weights.saved_states import SavedStates
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.xdist_group("hosts")]
 
@@ -247,6 +248,24 @@ def test_the_death_of_the_host_with_trainer_hub_store_and_relay_ends_the_run_and
     again.assert_account((trained + 4) * 16)
     assert {"actor-0", "hub", "relay-0"} <= set(again.summary()["hosts"]["host0"])
     assert f"run.resume=auto: the run continues after step {checkpoint_of(again)}" in again.output(0)
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_a_host_with_an_actor_continues_from_the_copies_on_the_other_one(hosts_job):
+    settings = {"roles__actor": 2, "roles__relay": 2, "roles__rollout": 1, "checkpoint__every": 0}
+    settings |= {"run__schedule": "sync", "run__resume": "auto", "comm__deadline_s": 30}
+    job = hosts_job(2, run__steps=10_000, **settings).start(ranks="2,3")
+    job.wait_for_step(8)
+    job.hosts[1].kill()
+    assert job.end()[0] not in (None, 0), job.logs()
+    assert not (job.dir / "checkpoints/latest").exists()
+    trained = len(job.metrics())
+    assert SavedStates(job.dir).newest(0, trained, 2)[0], job.logs()
+    again = hosts_job(2, run__steps=trained + 2, **settings).start(ranks="2,3")
+    assert again.end() == [0, 0], again.logs()
+    again.assert_account((trained + 2) * 16)
+    assert "from the copy of the training state in" in again.output(0)
+    assert not SavedStates(job.dir).root.exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A run that is resumed continues after its last step, and ends with the weights of a run that nothing disturbed."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.job import MakeJob, assert_account_adds_up, descendants_of
+from support.job import Job, MakeJob, assert_account_adds_up, descendants_of
 from support.system import System
 
 from headrace.comm.fleet import Fleet
@@ -18,6 +19,7 @@ from headrace.launch.resume import choose_point
 from headrace.relay.journal.events import Checkpointed, Ended
 from headrace.relay.journal.hub_state import account_dict
 from headrace.relay.journal.replay import replay
+from headrace.relay.weights.saved_states import SavedStates
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer.progress import progress_line
 
@@ -160,6 +162,45 @@ def test_the_time_left_is_told_from_the_steps_that_are_done():
         "training steps again: 12 of 39, about 9 min left"
     )
     assert progress_line([3.0, 5.0], 4) == "training steps again: 2 of 4, about 5 s left"
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_whose_store_is_killed_continues_from_the_copies_in_memory_to_the_bits_of_an_undisturbed_run(
+    job: MakeJob, tmp_path: Path, num_ranks: int
+):
+    """Through the launcher. The supervisors write what they have in memory; no checkpoint is written."""
+    is_exact = num_ranks == 1
+    settings = {"run__schedule": "sync", "run__steps": 12, "checkpoint__every": 0}
+    settings |= {"roles__actor": num_ranks, "generator__exact": is_exact}
+    unbroken, broken = (job(run__dir=tmp_path / name, **settings) for name in ("unbroken", "broken"))
+    for run, name in ((unbroken, "unbroken"), (broken, "broken")):
+        run.dir = tmp_path / name
+    unbroken.run()
+    broken.start().wait_for_step(5)
+    os.kill(store_of(broken), signal.SIGKILL)
+    code, output = broken.end()
+    assert code == 1 and "the actors write their copies of the training state after step " in output, output
+    assert not (broken.dir / "checkpoints/latest").exists()
+    saved = SavedStates(broken.dir)
+    assert saved.newest(0, 12, num_ranks)[0]
+    output = broken.run(**{"run.resume": "auto"})
+    point, copy = re.findall(r"continues after step (\d+), from the copy of .*/memory/step_(\d+)", output)[0]
+    assert 1 <= int(copy) <= int(point) and "checkpoint that can be used" not in output
+    if int(copy) < int(point):
+        assert f"actor-0 continues after step {point}: from the copy in the run folder of step {copy}, " in output
+    assert_account_adds_up(broken)
+    weights, exact = (load_file(Path(run.summary()["export"]) / "model.safetensors") for run in (broken, unbroken))
+    assert all(torch.equal(weights[name], exact[name]) for name in exact) or not is_exact
+    assert not saved.root.exists(), "the last checkpoint is newer"
+
+
+def store_of(run: Job) -> int:
+    """Process id of the run's store."""
+    assert run.process is not None
+    for pid in descendants_of(run.process.pid):
+        if b"headrace.comm.store\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise AssertionError("no store")
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     segment = Segment.create_anonymous("copies")
     at_end(segment.close)
 
-    def of_supervisor(fleet: Fleet, state: TrainingState, group: ActorGroup) -> StateCopies:
+    def of_supervisor(fleet: Fleet, state: TrainingState, group: ActorGroup, run_dir: Path) -> StateCopies:
         copies = StateCopies(Segment.open(segment.path), state, group)
         copies.pace = EachStep(1)
         return copies

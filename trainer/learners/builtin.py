@@ -44,7 +44,7 @@ class ActorLearner(Actor):
         self.turn_tokens = turn_tokens(self.tokenizer, self.policy.stop_ids)
         if template := own_template(recipe.data.chat_template):
             self.tokenizer.chat_template = template  # users of the exported policy ask it as training did
-        self.copies = StateCopies.of_supervisor(fleet, self.state, self.group)
+        self.copies = StateCopies.of_supervisor(fleet, self.state, self.group, Path(recipe.run.dir))
         self._checkpoint_team = self.group.clone_for_thread()
         self._staged_version = -1
         weights = self._published()

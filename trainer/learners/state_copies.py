@@ -2,7 +2,8 @@
 
 The supervisor of each actor rank creates the memory, and all incarnations of the rank inherit it. A trainer that is started
 again continues from the newest step that all ranks hold whole. Two slots take turns, so a process that dies while it copies
-leaves the copy before.
+leaves the copy before. Where a run fails, the supervisors write the copies to the run folder, and the run that is resumed continues from
+those (`relay/weights/saved_states.py`).
 
 Nothing of the state changes between two steps until the first update. So a thread copies meanwhile, and the update waits for it.
 It does not wait while the thread still prepares the memory, which takes minutes for a large state. The copies are as frequent as
@@ -14,24 +15,30 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...comm import threads
 from ...comm.disk import say
-from ...comm.environment import LACKS_MEMORY, SEGMENT_FD
+from ...comm.environment import LACKS_MEMORY, SECOND_FD, SEGMENT_FD
 from ...comm.fleet import Fleet
 from ...comm.host_memory import free_bytes, held_by, memory_bytes
 from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from ...comm.waits import waiting
+from ...relay.weights.partners import partners
+from ...relay.weights.saved_states import SavedStates
 from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..checkpoint import CHECKPOINT_PERIOD_S, TrainingState
+from .found_copies import FoundCopy, newest_of_all, saved_copies, whole_copies
+from .second_copies import SecondCopies
 from .state_layout import StateLayout
 
 if TYPE_CHECKING:
@@ -82,15 +89,19 @@ class _GivenUp(Exception):
 class _Copy:
     """A copy that a thread makes. It counts only if it is whole before it is given up."""
 
-    def __init__(self, layout: StateLayout, step: int, busy: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, layout: StateLayout, step: int, busy: tuple[int, ...] = (), *, is_exchanged: bool = False
+    ) -> None:
         self.layout = layout
         self.step = step
         self.busy = busy
         """Slots that are not written."""
+        self.is_exchanged = is_exchanged
+        """All ranks make one, and their partners on other hosts receive it."""
         self.is_prepared = threading.Event()
         """The memory is there, or the thread has ended."""
         self.stored: StoredVersion | None = None
-        """Set once it is whole."""
+        """Set once it is whole, with its digest."""
         self.cpu_s = 0.0
         self._lock = threading.Lock()
         self._is_given_up = False
@@ -105,42 +116,59 @@ class _Copy:
         with self._lock:
             self._is_given_up = self.stored is None
 
-    def complete(self, write: StoredVersion, commit: Callable[[], None]) -> None:
+    def complete(self, written: StoredVersion, commit: Callable[[], None]) -> None:
         """Make it count by calling `commit`. Raises `_GivenUp` if it is too late."""
         with self._lock:
             self.check()
             commit()
-            self.stored = write
+            self.stored = written
 
 
 class StateCopies:
     """The copies of one rank."""
 
-    def __init__(self, segment: Segment, state: TrainingState, group: "ActorGroup", num_here: int = 1) -> None:
-        """`num_here`: the actor ranks of this host, which all take such memory."""
+    def __init__(
+        self,
+        segment: Segment,
+        state: TrainingState,
+        group: "ActorGroup",
+        num_here: int = 1,
+        saved: SavedStates | None = None,
+        second: SecondCopies | None = None,
+    ) -> None:
+        """`num_here`: the actor ranks of this host, which all take such memory. `saved`: the copies that earlier starts have left.
+
+        second: where a rank of another host keeps a second copy, on all ranks or on none.
+        """
         self.pace = Pace(torch.get_num_threads())
         self._slots = VersionSlots(segment, NUM_COPIES)
         self._state = state
         self._group = group
         self._num_here = num_here
+        self._saved = saved
+        self._second = second
+        self.source = ""
+        """Where the copy is that `newest` has found, for the console."""
+        self._found: FoundCopy | None = None
+        """This copy."""
         self._deadline_s = min(_DEADLINE_S, group.deadline_s)
         self._copy: _Copy | None = None
         """The copy in progress."""
         self._thread: threading.Thread | None = None
-        """Of the last copy. If that was given up, the thread may still prepare the memory."""
+        """Of the last copy. It may still prepare the memory for one that was given up, or send one to another host."""
         self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
         self._is_off = False
         """All ranks do without."""
         self._has_failed = False
         """This rank makes no more copies; the others learn of it after the step."""
         self._is_freed = False
+        self._has_prepared = False
+        """This process has mapped and pinned the memory."""
         self._newest = -1
         """The step of the last copy that was begun."""
         self._has_checked = False
         """Whether this process has looked if there is room."""
         self._layout: StateLayout | None = None
-        self._chosen: StoredVersion | None = None
-        """What `newest` has found."""
         self._made: StoredVersion | None = None
         """The copy of the present state, and its layout."""
         self._held: set[StoredVersion] = set()
@@ -150,12 +178,21 @@ class StateCopies:
         self._figures = dict.fromkeys(FIGURES, 0.0)
 
     @staticmethod
-    def of_supervisor(fleet: Fleet, state: TrainingState, group: "ActorGroup") -> "StateCopies | None":
-        """Copies in the memory that this process's supervisor has passed on; None without."""
+    def of_supervisor(fleet: Fleet, state: TrainingState, group: "ActorGroup", run_dir: Path) -> "StateCopies | None":
+        """Copies in the memory that this process's supervisor has passed on; None without. A collective."""
         if SEGMENT_FD not in os.environ:
             return None
-        here = [member for member in fleet.members("actor") if member.host == fleet.me.host]
-        copies = StateCopies(Segment.inherited(), state, group, max(1, len(here)))
+        hosts = [member.host for member in sorted(fleet.members("actor"), key=lambda member: member.index)]
+        second = None
+        found = partners(group.rank, hosts) if len(hosts) == group.size else None
+        # All ranks have the memory or none: their supervisors know the hosts too.
+        is_possible = found is not None and SECOND_FD in os.environ
+        if not group.all_reduce_max([float(not is_possible)])[0]:
+            team = group.clone_for_thread()
+            assert found is not None and team is not None
+            second = SecondCopies(Segment.inherited(SECOND_FD), found, team)
+        num_here = max(1, hosts.count(fleet.me.host))
+        copies = StateCopies(Segment.inherited(), state, group, num_here, SavedStates(run_dir), second)
         if LACKS_MEMORY in os.environ:
             copies._fail("the kernel has killed the process before for memory")
         return copies
@@ -172,12 +209,12 @@ class StateCopies:
             newest = self._slots.newest_stored()
             # The other copy is the newest, and is not given up for one that is not whole yet.
             is_full = newest is not None and any(held.slot != newest.slot for held in tuple(self._held))
-            has_to_wait = is_full or self._is_preparing
-            mine = [float(self.pace.steps), float(has_to_wait), float(self._has_failed)]
-            every, has_to_wait, has_failed = self._group.all_reduce_max(mine)
+            has_to_wait = is_full or self._is_at_work
+            mine = [self.pace.steps, has_to_wait, self._has_failed, not self._has_prepared]
+            every, has_to_wait, has_failed, is_unprepared = self._group.all_reduce_max([float(each) for each in mine])
             self._is_off = bool(has_failed)
             if not self._is_off and not has_to_wait and self._state.step - self._newest >= every:
-                self._begin()
+                self._begin(is_by_all=not is_unprepared)
         if self._is_off:
             self._free()
 
@@ -212,6 +249,8 @@ class StateCopies:
         """Wait for the copy in progress, and close this process's opening of the memory."""
         self.finish()
         self._slots.segment.close()
+        if self._second is not None:
+            self._second.close()
 
     def figures(self) -> dict[str, float]:
         """Metrics: seconds of a core and of waiting for the copies since the call before."""
@@ -228,8 +267,11 @@ class StateCopies:
         if self._is_off:
             return None
         self.finish()
+        # The exchanges have to be the same on all ranks, so there is none if a rank has a copy already or begins none.
+        is_unready = self._made is not None or self._has_failed or self._is_at_work or not self._has_prepared
+        is_unready = self._group.all_reduce_max([float(is_unready)])[0]
         if self._made is None:
-            self._begin()
+            self._begin(is_by_all=not is_unready)
             self.finish()
         if self._layout is None or self._made is None:
             return None
@@ -241,12 +283,12 @@ class StateCopies:
         self._held.discard(held)
 
     @property
-    def _is_preparing(self) -> bool:
-        """Whether the thread of a copy that was given up is still at work."""
+    def _is_at_work(self) -> bool:
+        """Whether the thread of a copy that nobody waits for any longer is still at work."""
         return self._copy is None and self._thread is not None and self._thread.is_alive()
 
-    def _begin(self) -> None:
-        """Begin a copy of the present state, if there is room."""
+    def _begin(self, *, is_by_all: bool) -> None:
+        """Begin a copy of the present state, if there is room. `is_by_all`: all ranks do, in memory that is prepared."""
         self.finish()
         started = time.monotonic()
         layout = StateLayout(self._state.state_dict())
@@ -254,12 +296,13 @@ class StateCopies:
             return
         self._newest = self._state.step
         self._made = None
-        if self._has_failed or self._is_preparing:
+        if self._has_failed or self._is_at_work:
             return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._layout = layout
-        self._copy = _Copy(layout, self._newest, tuple(held.slot for held in tuple(self._held)))
+        busy = tuple(held.slot for held in tuple(self._held))
+        self._copy = _Copy(layout, self._newest, busy, is_exchanged=is_by_all and self._second is not None)
         self._thread = threads.new_thread(partial(self._run, self._copy), "copy of the state")
         self._thread.start()
         self._begin_s = time.monotonic() - started
@@ -273,10 +316,20 @@ class StateCopies:
             self._has_checked = True
             process = held_by(os.getpid())
             growth = process.most_resident - process.resident
-            wanted = NUM_COPIES * num_bytes - self._slots.segment.held_bytes + growth
-            lacking = wanted * self._num_here + FREE_SHARE * memory_bytes() - free_bytes()
-            most = self._group.all_reduce_max([lacking])[0]
+            free = free_bytes() - FREE_SHARE * memory_bytes()
+            own = NUM_COPIES * num_bytes - self._slots.segment.held_bytes + growth
+            # A rank of another host has about as many bytes.
+            both = own if self._second is None else own + NUM_COPIES * num_bytes - self._second.held_bytes
+            lacking = [wanted * self._num_here - free for wanted in (own, both)]
+            most, most_of_both = self._group.all_reduce_max(lacking)
             self._is_off = most > 0
+            if self._second is not None and most_of_both > 0:
+                self._free_second()
+                if self._group.is_lead:
+                    say(
+                        f"a host lacks {most_of_both / 1e9:.1f} GB of memory for copies of another host's training state: if a host"
+                        " of an actor dies, the resumed run trains the steps since its last checkpoint again"
+                    )
             if self._is_off and self._group.is_lead:
                 say(
                     f"a host lacks {most / 1e9:.1f} GB of memory for copies of the training state: if the trainer dies, it trains"
@@ -291,14 +344,19 @@ class StateCopies:
     def _free(self) -> None:
         """Give the memory back, once no thread uses it."""
         self.finish()
-        if self._is_freed or self._held or self._is_preparing:
+        if self._is_freed or self._held or self._is_at_work:
             return
         self._is_freed = True
         self._made = None
-        try:
-            self._slots.free()
-        except OSError as error:
-            say(f"the memory of the copies of the training state is not given back: {error}")
+        _give_back(self._slots.free)
+        self._free_second()
+
+    def _free_second(self) -> None:
+        """Give the memory of another host's copies back, and take part in no more exchanges."""
+        if self._second is not None:
+            _give_back(self._second.free)
+            self._second.close()
+            self._second = None
 
     # ------------------------------------------------------------------------------------------------- in the thread
 
@@ -307,6 +365,7 @@ class StateCopies:
             self._slots.prepare(copy.layout.num_bytes, copy.layout.fingerprint)
             if self._stream is not None:
                 self._slots.pin()
+            self._has_prepared = True
             copy.is_prepared.set()
             copy.check()
             started = time.thread_time()
@@ -318,6 +377,16 @@ class StateCopies:
             self._fail(f"{type(error).__name__}: {error}")
         finally:
             copy.is_prepared.set()
+        if copy.is_exchanged:
+            self._exchange(copy)
+
+    def _exchange(self, copy: _Copy) -> None:
+        """Send the copy to another host, or that there is none, and receive that of another one."""
+        assert self._second is not None
+        stored = copy.stored
+        content = np.empty(0, np.uint8) if stored is None else self._slots.segment.slot(stored.slot)
+        # Gloo's own threads send and receive. They take at most one core for so long.
+        copy.cpu_s += self._second.exchange(stored, copy.layout.fingerprint, content)
 
     def _write(self, copy: _Copy) -> None:
         write = self._slots.begin(copy.step, busy=copy.busy)
@@ -332,60 +401,56 @@ class StateCopies:
                         leaf.view(buffer).copy_(leaf.tensor, non_blocking=True)
             self._stream.synchronize()
         failpoint("copy", step=copy.step)
-        digest = copy.layout.write(buffer, copy.check)
-        copy.complete(write, partial(self._slots.commit, write, digest))
+        written = write._replace(digest=copy.layout.write(buffer, copy.check))
+        copy.complete(written, partial(self._slots.commit, write, written.digest))
 
     # ---------------------------------------------------------------------------------------------- after a restart
 
-    def newest(self, most: int) -> int:
-        """The newest step up to `most` that all ranks hold whole, or -1; a collective. `restore` or `forget` follows."""
-        whole = self._whole(most)
-        mine = next(whole, None)
-        while True:
-            step = -1 if mine is None else mine.version
-            highest, lowest = self._group.all_reduce_max([float(step), -float(step)])
-            if highest == -lowest:
-                self._chosen = mine
-                return step
-            if step > -lowest:
-                mine = next(whole, None)
+    def newest(self, most: int, checkpoint: int = -1) -> int:
+        """The newest step up to `most` that all ranks hold whole, or -1; a collective. `restore` or `forget` follows.
+
+        Without any in memory, those that an earlier start of the run has left in the run folder count, if they are newer than the
+        checkpoint. Where they cannot be used, they are removed.
+        """
+        self.source = "the copy in memory"
+        self._found = newest_of_all(self._group, whole_copies(self._slots, self._state, most))
+        if self._found is None and self._saved is not None:
+            self.source = "the copy in the run folder"
+            left = saved_copies(self._saved, self._state, self._group, checkpoint, most)
+            self._found = newest_of_all(self._group, left)
+            if self._found is None and self._group.is_lead:
+                self._saved.remove(range(most + 1))
+        return -1 if self._found is None else self._found.step
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
         """Continue from the copy of a step that `newest` found, and give up all others: they may be of another history."""
-        stored = self._chosen
-        assert stored is not None and stored.version == step, f"no copy of step {step}"
+        found, self._found = self._found, None
+        assert found is not None and found.step == step, f"no copy of step {step}"
         state = self._state.state_dict()
-        buffer = self._slots.segment.slot(stored.slot)
         for leaf in StateLayout(state).leaves:
-            leaf.tensor.copy_(leaf.view(buffer))
+            leaf.tensor.copy_(leaf.view(found.content))
         self._state.load_state_dict(state)
         self._newest = step
-        self._keep(stored)
+        self._keep(found)
 
     def forget(self) -> None:
         """Give up all copies, because the training continues from another state."""
+        self._found = None
         self._keep(None)
 
-    def _keep(self, chosen: StoredVersion | None) -> None:
-        self._slots.keep(chosen)
+    def _keep(self, found: FoundCopy | None) -> None:
+        """Give up all copies in memory but the one that was found. Its step is of one history on all ranks, so the second copy is too."""
+        stored = None if found is None else found.stored
+        self._slots.keep(stored)
+        if self._second is not None:
+            self._second.keep(None if stored is None else stored.version)
         if self._has_failed:
             self._free()
 
-    def _whole(self, most: int) -> Iterator[StoredVersion]:
-        """The copies up to this step that fit the state and have the digest with which they were written, from the newest on."""
-        if not self._slots.fingerprint:
-            return
-        layout = StateLayout(self._state.state_dict())
-        if layout.fingerprint != self._slots.fingerprint:
-            say("the copies of the training state in memory are not used: they have other tensors")
-            return
-        for stored in reversed(self._slots.complete_versions()):
-            if stored.version > most:
-                continue
-            if layout.digest(self._slots.segment.slot(stored.slot)) == stored.digest:
-                yield stored
-            else:
-                say(
-                    f"the copy of the training state after step {stored.version} is not used: its digest is another one"
-                )
+
+def _give_back(free: Callable[[], None]) -> None:
+    try:
+        free()
+    except OSError as error:
+        say(f"the memory of the copies of the training state is not given back: {error}")

@@ -3,8 +3,9 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
@@ -12,8 +13,14 @@ from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 
+from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.host_memory import HeldMemory
 from headrace.comm.shared_memory import Lock, Segment
+from headrace.launch.config.run_folder import start_in
+from headrace.launch.placement import Placement
+from headrace.launch.processes.left_copies import LeftCopies
+from headrace.relay.weights.saved_states import SavedStates
+from headrace.relay.weights.slots import StoredVersion
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import TrainingState
 from headrace.trainer.learners import state_copies
@@ -33,6 +40,10 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def segment() -> Segment:
+    return new_segment()
+
+
+def new_segment() -> Segment:
     """The memory of a supervisor."""
     segment = Segment.create_anonymous("copies")
     at_end(segment.close)
@@ -208,6 +219,80 @@ def test_the_copies_of_another_policy_are_not_used(
     assert "the copies of the training state in memory are not used: they have other" in capsys.readouterr().out
 
 
+def left_by(actor: Actor, segment: Segment, run_dir: Path) -> SavedStates:
+    """What the supervisor of a failed run leaves of the actor's copies after three steps: those of steps 2 and 3."""
+    (run_dir / "config.yaml").touch()
+    with_copies(actor, segment)
+    steps(actor, 3)
+    wait(actor)
+    start = start_in(run_dir)
+    LeftCopies(run_dir, Placement("actor", 0, 0, 0), 1, start).write({SEGMENT_FD: segment._fd}, has_ended=False)
+    saved = SavedStates(run_dir)
+    assert saved.steps() == [2, 3]
+    return saved
+
+
+def resumed(actor: Actor, saved: SavedStates) -> StateCopies:
+    """The copies of an actor with the memory of another supervisor."""
+    actor.copies = copies = StateCopies(new_segment(), actor.state, actor.group, saved=saved)
+    at_end(copies.close)
+    copies.pace = EachStep(1)
+    return copies
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_resumed_trainer_continues_from_what_a_failed_run_has_left_bit_for_bit(
+    policy_dir: Path, tmp_path: Path, segment: Segment, settings: dict[str, object]
+):
+    recipe = recipe_of(policy_dir, **settings)
+    undisturbed, dying, successor = (actor_of(recipe) for _ in range(3))
+    steps(undisturbed, 2)
+    expected = steps(undisturbed, 2)
+    saved = left_by(dying, segment, tmp_path)
+    copies = resumed(successor, saved)
+    assert copies.newest(2) == 2, "the journal does not know step 3"
+    assert copies.source == "the copy in the run folder"
+    copies.restore(2)
+    assert successor.version == 2
+    assert steps(successor, 2) == expected
+    for name, weight in undisturbed.policy.weights().items():
+        assert torch.equal(weight, successor.policy.weights()[name]), name
+    wait(successor)
+    assert copies.newest(9) == 4 and copies.source == "the copy in memory"
+    assert saved.steps() == [2, 3], "until a checkpoint is newer"
+
+
+def test_left_copies_that_are_older_than_the_checkpoint_are_not_read(
+    policy_dir: Path, tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+):
+    actor = actor_of(recipe_of(policy_dir))
+    saved = left_by(actor, segment, tmp_path)
+    read: list[int] = []
+    content = saved.content
+    monkeypatch.setattr(saved, "content", lambda step, rank: read.append(step) or content(step, rank))
+    assert resumed(actor, saved).newest(9, checkpoint=2) == 3
+    assert read == [3]
+
+
+def test_left_copies_that_are_damaged_or_of_another_policy_are_removed_and_the_console_says_so(
+    policy_dir: Path, tmp_path: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(recipe_of(policy_dir))
+    saved = left_by(actor, segment, tmp_path)
+    damaged = bytearray(saved.file(3, 0).read_bytes())
+    damaged[-100] ^= 1
+    saved.file(3, 0).write_bytes(damaged)
+    copies = resumed(actor, saved)
+    assert copies.newest(9) == 2
+    assert "the copy of the training state after step 3 is not used: its digest is another" in capsys.readouterr().out
+    assert copies.newest(9, checkpoint=2) == -1 and not saved.root.exists()
+    write_left = left_by(actor_of(recipe_of(policy_dir)), new_segment(), tmp_path)
+    other = actor_of(recipe_of(tiny_policy(tmp_path, hidden_size=32)))
+    assert resumed(other, write_left).newest(9) == -1
+    assert f"{saved.file(3, 0)} is not used: it has other tensors" in capsys.readouterr().out
+    assert not saved.root.exists()
+
+
 def leave(monkeypatch: pytest.MonkeyPatch, num_bytes: int, growth: int = 0) -> None:
     """Have so many bytes free on the host, and the process so many below its peak."""
     monkeypatch.setattr(state_copies, "memory_bytes", lambda: 0)
@@ -251,7 +336,11 @@ def test_a_trainer_that_is_started_again_where_the_room_is_gone_gives_the_copies
 
 
 def test_a_trainer_whose_predecessor_was_killed_for_memory_gives_the_copies_back_before_its_first_step(
-    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    policy_dir: Path,
+    tmp_path: Path,
+    segment: Segment,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     actor, successor = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
     with_copies(actor, segment)
@@ -261,7 +350,7 @@ def test_a_trainer_whose_predecessor_was_killed_for_memory_gives_the_copies_back
     monkeypatch.setenv("HEADRACE_SEGMENT_FD", "1")
     monkeypatch.setenv("HEADRACE_LACKS_MEMORY", "1")
     fleet = MemoryFleet.join_network(MemoryNetwork(), "actor", 0)
-    copies = StateCopies.of_supervisor(fleet, successor.state, successor.group)
+    copies = StateCopies.of_supervisor(fleet, successor.state, successor.group, tmp_path)
     assert copies is not None and "the kernel has killed the process before for memory" in capsys.readouterr().out
     at_end(copies.close)
     copies.restore(copies.newest(9))
@@ -482,6 +571,66 @@ def test_all_ranks_do_without_copies_once_one_has_failed():
         list(pool.map(step, copies))
     assert all(each._slots.segment.held_bytes <= 8192 for each in copies)
     assert [each.hold({}) for each in copies] == [None, None]
+
+
+class NotedExchanges:
+    """The steps of the copies that a rank sends to another host, -1 without one."""
+
+    held_bytes = 0
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def exchange(self, mine: StoredVersion | None, fingerprint: int, buffer: np.ndarray) -> float:
+        assert mine is None or mine.digest
+        self.sent.append(-1 if mine is None else mine.version)
+        return 0.0
+
+    def free(self) -> None:
+        self.sent.append(-2)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_exchanges_of_ranks_are_the_same_whichever_of_them_has_a_copy_or_fails():
+    ranks = RankThreads(2)
+    copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
+    noted = [NotedExchanges() for _ in copies]
+    for each, exchanges in zip(copies, noted, strict=True):
+        each._second = cast(Any, exchanges)
+        each.pace = EachStep(1)
+
+    def step(each: StateCopies) -> None:
+        each.before_update()
+        each._state.step += 1
+        each.after_step()
+
+    def step_without_copy(each: StateCopies) -> None:
+        each.before_update()
+        each._state.step += 1
+
+    def hold(each: StateCopies) -> int:
+        held = each.hold({})
+        return -1 if held is None else held[1].version
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(step, copies))
+        list(pool.map(step, copies))
+        assert [*pool.map(hold, copies)] == [2, 2]
+        assert [each.sent for each in noted] == [[2], [2]], "some rank may prepare its memory for the first one"
+        list(pool.map(step_without_copy, copies))
+        assert [*pool.map(hold, copies)] == [3, 3]
+        copies[1]._made = None  # as if it was given up
+        assert [*pool.map(hold, copies)] == [3, 3]
+        assert [each.sent for each in noted] == [[2, 3], [2, 3]]
+        list(pool.map(step_without_copy, copies))
+        copies[1]._fail("the test")
+        assert [*pool.map(hold, copies)] == [4, -1]
+        for each in copies:
+            each._held.clear()
+        list(pool.map(step, copies))
+    assert [each.sent for each in noted] == [[2, 3, -2], [2, 3, -2]], "freed with the own ones"
 
 
 def copies_of_a_layer(group: ActorGroup) -> StateCopies:

@@ -1,0 +1,126 @@
+"""The supervisors of a run that fails write the copies of the training state that no checkpoint has."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.comm.environment import SECOND_FD, SEGMENT_FD
+from headrace.comm.memfd import create_memory
+from headrace.comm.shared_memory import Segment
+from headrace.launch.config.run_folder import start_in
+from headrace.launch.placement import Placement
+from headrace.launch.processes.left_copies import LeftCopies
+from headrace.relay.checkpoints import CheckpointFolder
+from headrace.relay.weights.saved_states import SavedStates, StateHead
+from headrace.relay.weights.slots import VersionSlots
+
+NUM_BYTES = 5000
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """That of a supervisor, with the copies of steps 3 and 6."""
+    fd = memory_with_copies(incarnation=1)
+    yield fd
+    os.close(fd)
+
+
+def memory_with_copies(incarnation: int) -> int:
+    fd = create_memory("copies")
+    with closing(Segment(os.dup(fd), "")) as segment:
+        slots = VersionSlots(segment, 2)
+        slots.prepare(NUM_BYTES, 11)
+        for step in (3, 6):
+            write = slots.begin(step, incarnation)
+            assert write is not None
+            segment.slot(write.slot)[:] = step
+            slots.commit(write, f"{step:032x}")
+    return fd
+
+
+def copies_of(run_dir: Path, start: str | None = None, rank: int = 1) -> LeftCopies:
+    placement = Placement("actor", rank, host=0, slot=0)
+    return LeftCopies(run_dir, placement, 2, start_in(run_dir) if start is None else start)
+
+
+def checkpoint(run_dir: Path, step: int, *, is_in_journal: bool) -> None:
+    folder = CheckpointFolder(run_dir)
+    (folder.begin(step) / "dcp").mkdir()
+    folder.seal(step)
+    if is_in_journal:
+        folder.set_latest(step)
+
+
+def test_both_copies_are_written_as_they_are_in_memory(run_dir: Path, memory: int):
+    copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
+    saved = SavedStates(run_dir)
+    assert saved.steps() == [3, 6]
+    for step in (3, 6):
+        assert saved.head(step, 1) == StateHead(step, f"{step:032x}", 11, NUM_BYTES, 2, start_in(run_dir))
+        assert np.array_equal(saved.content(step, 1), np.full(NUM_BYTES, step, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("is_in_journal", "has_ended", "left"), [(True, False, [6]), (False, False, [3, 6]), (False, True, [6])]
+)
+def test_a_checkpoint_makes_copies_superfluous_once_a_resumed_run_can_use_it(
+    run_dir: Path, memory: int, is_in_journal: bool, has_ended: bool, left: list[int]
+):
+    checkpoint(run_dir, 3, is_in_journal=is_in_journal)
+    copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=has_ended)
+    assert SavedStates(run_dir).steps() == left
+
+
+def test_a_run_that_ended_in_order_leaves_no_copies(run_dir: Path, memory: int, capsys: pytest.CaptureFixture[str]):
+    checkpoint(run_dir, 6, is_in_journal=False)
+    copies_of(run_dir, rank=0).write({SEGMENT_FD: memory}, has_ended=True)
+    assert not (run_dir / "memory").exists() and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("start", ["", "of another run"])
+def test_nothing_is_written_once_the_folder_has_another_start_or_where_it_is_not_the_runs(
+    run_dir: Path, memory: int, start: str
+):
+    copies_of(run_dir, start).write({SEGMENT_FD: memory}, has_ended=False)
+    assert not (run_dir / "memory").exists()
+
+
+def test_the_memory_of_a_trainer_that_made_no_copy_leaves_nothing(run_dir: Path):
+    copies_of(run_dir).write({SEGMENT_FD: (fd := create_memory("copies"))}, has_ended=False)
+    os.close(fd)
+    assert not (run_dir / "memory").exists()
+
+
+def test_one_rank_says_what_is_written_and_each_what_is_not(
+    run_dir: Path, memory: int, capsys: pytest.CaptureFixture[str]
+):
+    for rank in (0, 1):
+        copies_of(run_dir, rank=rank).write({SEGMENT_FD: memory}, has_ended=False)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert f"step 6 to {run_dir}/memory/step_6 (" in told
+    (run_dir / "memory").rename(run_dir / "other")
+    (run_dir / "memory").touch()
+    copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
+    assert "actor-1: its copy of the training state cannot be written to" in capsys.readouterr().err
+
+
+def test_the_copies_of_a_rank_of_another_host_are_written_unless_its_own_supervisor_has(run_dir: Path, memory: int):
+    second = memory_with_copies(incarnation=0)  # of rank 0
+    saved = SavedStates(run_dir)
+    own = StateHead(6, f"{6:032x}", 11, 1, 2, start_in(run_dir))
+    saved.write(0, own, np.zeros(1, np.uint8))
+    copies_of(run_dir).write({SEGMENT_FD: memory, SECOND_FD: second}, has_ended=False)
+    os.close(second)
+    assert saved.newest(0, 9, 2) == (6, []) and saved.newest(0, 5, 2) == (3, [])
+    assert saved.head(6, 0) == own
+    assert np.array_equal(saved.content(3, 0), np.full(NUM_BYTES, 3, np.uint8))

@@ -1,0 +1,82 @@
+"""Copies of the training state in the run folder: each is there whole or not at all, and those of all ranks make up a state."""
+
+import errno
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from support.power_cut import PowerCuts
+
+from headrace.relay.weights.saved_states import SavedStates, StateHead
+
+CONTENT = np.arange(10_000, dtype=np.uint8)
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+def write(saved: SavedStates, step: int, *ranks: int, num_ranks: int = 2, start: str = "1") -> None:
+    for rank in ranks:
+        saved.write(rank, StateHead(step, f"{step:032x}", 11, CONTENT.nbytes, num_ranks, start), CONTENT)
+
+
+def test_a_copy_is_read_as_it_was_written(tmp_path: Path):
+    saved = SavedStates(tmp_path)
+    write(saved, 7, 1)
+    assert saved.head(7, 1) == StateHead(7, f"{7:032x}", 11, CONTENT.nbytes, 2, "1")
+    assert np.array_equal(saved.content(7, 1), CONTENT)
+    assert saved.head(7, 0) is None
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 4096, 5000])
+def test_a_part_of_a_copy_is_none(tmp_path: Path, num_bytes: int):
+    saved = SavedStates(tmp_path)
+    write(saved, 7, 0)
+    saved.file(7, 0).write_bytes(saved.file(7, 0).read_bytes()[:num_bytes])
+    assert saved.head(7, 0) is None
+    assert saved.newest(0, 9, 1) == (None, ["memory/step_7 lacks a whole actor-0.state"])
+
+
+def test_a_power_cut_leaves_the_whole_copy_or_none(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    with PowerCuts(tmp_path / "run", tmp_path / "cuts") as cuts:
+        write(SavedStates(tmp_path / "run"), 7, 0)
+    found: list[bool] = []
+    for left in map(SavedStates, cuts.left):
+        head = left.head(7, 0)
+        assert left.file(7, 0).exists() == (head is not None)
+        assert head is None or np.array_equal(left.content(7, 0), CONTENT)
+        found.append(head is not None)
+    assert found[-1] and not all(found) and not cuts.lost_names()
+
+
+def test_a_copy_for_which_the_disk_has_no_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(CONTENT.nbytes - 1))
+    with pytest.raises(OSError, match="No space") as raised:
+        write(SavedStates(tmp_path), 7, 0)
+    assert raised.value.errno == errno.ENOSPC and not [*tmp_path.iterdir()]
+
+
+def test_the_newest_step_counts_of_which_all_ranks_have_a_copy_of_one_start(tmp_path: Path):
+    saved = SavedStates(tmp_path)
+    for step, ranks in ((4, (0, 1)), (6, (0, 1)), (8, (0,)), (9, (0,)), (12, (0, 1))):
+        write(saved, step, *ranks)
+    write(saved, 9, 1, start="2")
+    lacking = ["memory/step_9 has copies of several starts of the run", "memory/step_8 lacks a whole actor-1.state"]
+    assert saved.newest(0, 9, 2) == (6, lacking)
+    assert saved.newest(0, 12, 2) == (12, [])
+    assert saved.newest(4, 5, 2) == (None, [])
+    assert saved.newest(4, 6, 1) == (None, ["memory/step_6 has the copies of 2 actor ranks, not 1"])
+
+
+def test_the_folder_goes_with_its_last_step(tmp_path: Path):
+    saved = SavedStates(tmp_path)
+    write(saved, 4, 0)
+    write(saved, 6, 0)
+    saved.remove(range(6))
+    assert saved.steps() == [6]
+    saved.remove([6, 7])
+    assert not saved.root.exists()

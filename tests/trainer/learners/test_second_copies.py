@@ -1,0 +1,128 @@
+"""Second copies of the training state on other hosts: what one supervisor has is enough for all ranks."""
+
+from pathlib import Path
+
+from support.actors import on_two_ranks
+from support.policies import tiny_policy
+
+TWO_HOSTS = """
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from headrace.comm.environment import SECOND_FD, SEGMENT_FD
+from headrace.comm.host_memory import HeldMemory
+from headrace.comm.memfd import create_memory
+from headrace.comm.shared_memory import Segment
+from headrace.launch.config.run_folder import start_in
+from headrace.launch.placement import Placement
+from headrace.launch.processes.left_copies import LeftCopies
+from headrace.relay.weights.saved_states import SavedStates
+from headrace.relay.weights.slots import VersionSlots
+from headrace.trainer.learners.state_copies import Pace, StateCopies
+
+
+class EachStep(Pace):
+    steps = 1
+
+
+run_dir = Path(args[1])
+members = [SimpleNamespace(index=rank, host=f"host {rank}") for rank in range(2)]
+fleet = SimpleNamespace(members=lambda role: members, me=members[group.rank])
+
+
+def copies_of(actor):
+    memories = {name: create_memory("copies") for name in (SEGMENT_FD, SECOND_FD)}
+    os.environ.update({name: str(fd) for name, fd in memories.items()})
+    actor.copies = StateCopies.of_supervisor(fleet, actor.state, group, run_dir)
+    actor.copies.pace = EachStep(1)
+    return memories
+
+
+undisturbed, dying, successor = (actor_of(recipe_of(args[0]), group) for _ in range(3))
+memories = copies_of(dying)
+for step in range(3):
+    for actor in (undisturbed, dying):
+        train(actor, [batch_of(step, group=group)])
+    dying.copies.after_step()
+dying.copies.finish()
+assert dying.copies.pace._costs[-1] > 0
+assert dying.copies._second._slots.newest() == 3
+assert dying.copies._second._slots.find(1) is None, "a rank may still prepare its memory for the first copy"
+"""
+
+ONE_HOST_IS_LOST = """
+placement = Placement("actor", group.rank, group.rank, 0)
+if group.rank == 1:  # the supervisor of the host that lives
+    LeftCopies(run_dir, placement, 2, start_in(run_dir)).write(memories, has_ended=False)
+group.all_reduce_max([0.0])
+assert [SavedStates(run_dir).newest(0, most, 2)[0] for most in (2, 3)] == [2, 3]
+copies_of(successor)
+assert successor.copies.newest(9) == 3 and successor.copies.source == "the copy in the run folder"
+successor.copies.restore(3)
+norms = [train(each, [batch_of(3, group=group)])["actor/grad_norm"] for each in (undisturbed, successor)]
+assert norms[0] == norms[1], norms
+for ours, theirs in zip(successor.policy.parameters(), undisturbed.policy.parameters(), strict=True):
+    assert torch.equal(ours.to_local(), theirs.to_local())
+"""
+
+ANOTHER_HISTORY = """
+own, second = (VersionSlots(Segment.inherited(name)) for name in (SEGMENT_FD, SECOND_FD))
+assert [[stored.version for stored in each.complete_versions()] for each in (own, second)] == [[2, 3]] * 2
+successor.copies = StateCopies.of_supervisor(fleet, successor.state, group, run_dir)
+successor.copies.restore(successor.copies.newest(2))
+assert [[stored.version for stored in each.complete_versions()] for each in (own, second)] == [[2]] * 2
+successor.copies.forget()
+assert not own.complete_versions() and not second.complete_versions()
+"""
+
+NO_ROOM = """
+from headrace.trainer.learners import state_copies
+second = VersionSlots(Segment.inherited(SECOND_FD))
+held = second.segment.held_bytes
+successor.copies = StateCopies.of_supervisor(fleet, successor.state, group, run_dir)
+successor.copies.restore(successor.copies.newest(9))
+successor.copies.pace = EachStep(1)
+state_copies.memory_bytes = lambda: 0
+# There is room for the own copies alone, and then for none.
+successor.copies._second._slots.segment.free()
+state_copies.held_by = lambda _: HeldMemory(1000, 10, 1000)
+state_copies.free_bytes = lambda: 10_000
+train(successor, [batch_of(3, group=group)])
+successor.copies.after_step()
+assert successor.copies._second is None and second.segment.held_bytes < 20_000 < held
+assert successor.copies.newest(9) == 4, "the own ones have their memory"
+"""
+
+A_FAILURE = """
+from headrace.trainer.learners import second_copies
+second_copies._DEADLINE_S = 0.2
+second = dying.copies._second
+if group.rank == 1:
+    second.is_off = True  # as if its memory was full
+train(dying, [batch_of(3, group=group)])
+dying.copies.after_step()
+dying.copies.finish()
+assert second.is_off and dying.copies.newest(9) == 4
+train(dying, [batch_of(4, group=group)])
+"""
+
+
+def test_the_supervisors_of_one_host_have_the_copies_of_all_ranks(tmp_path: Path):
+    (tmp_path / "config.yaml").touch()
+    on_two_ranks(tmp_path, TWO_HOSTS + ONE_HOST_IS_LOST, policy_in(tmp_path), tmp_path)
+
+
+def test_the_second_copies_of_a_history_that_is_trained_again_are_given_up(tmp_path: Path):
+    on_two_ranks(tmp_path, TWO_HOSTS + ANOTHER_HISTORY, policy_in(tmp_path), tmp_path)
+
+
+def test_where_there_is_room_for_the_own_copies_alone_the_second_ones_are_given_back(tmp_path: Path):
+    on_two_ranks(tmp_path, TWO_HOSTS + NO_ROOM, policy_in(tmp_path), tmp_path)
+
+
+def test_a_partner_that_sends_nothing_ends_the_exchange_and_not_the_training(tmp_path: Path):
+    on_two_ranks(tmp_path, TWO_HOSTS + A_FAILURE, policy_in(tmp_path), tmp_path)
+
+
+def policy_in(folder: Path) -> Path:
+    return tiny_policy(folder, "llama", hidden_size=128, intermediate_size=256)
