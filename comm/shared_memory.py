@@ -158,13 +158,13 @@ class Segment:
             self.words = self.words.copy()
 
     def _map(self) -> None:
-        stride = _round_up(self.slot_bytes)
-        num_bytes = self.slot_bytes
-        memory = mmap.mmap(self._fd, HEADER_BYTES + self.num_slots * stride, flags=mmap.MAP_SHARED)
+        num_slots, num_bytes = self.num_slots, self.slot_bytes  # the owner may add slots meanwhile
+        stride = _round_up(num_bytes)
+        memory = mmap.mmap(self._fd, HEADER_BYTES + num_slots * stride, flags=mmap.MAP_SHARED)
         _populate(np.frombuffer(memory, dtype=np.uint8))
         whole = np.frombuffer(memory, dtype=np.uint8, offset=HEADER_BYTES)
-        self._slots = [whole[i * stride : i * stride + num_bytes] for i in range(self.num_slots)]
-        self._mapped_shape = (self.num_slots, num_bytes)
+        self._slots = [whole[i * stride : i * stride + num_bytes] for i in range(num_slots)]
+        self._mapped_shape = (num_slots, num_bytes)
 
     def _set_lock(self, slot: int, lock: Lock) -> bool:
         # Locks of the open file description, since locks of the process do not distinguish two openings within it.

@@ -220,8 +220,8 @@ def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
     for path in given_up:
         path.unlink(missing_ok=True)  # of the step under way at the end, which no journal knows
     copies = SavedStates(run_dir)
-    # Of no use: older ones, incomplete ones, and those of a step that no journal knows.
-    copies.remove(step for step in copies.steps() if step != point.copy and not point.step < step <= num_trained)
+    # Of no use: those that are older than the checkpoint, and those of a step that no journal knows. Others stay: the newest may be damaged.
+    copies.remove(step for step in copies.steps() if not (point.checkpoint or 0) < step <= num_trained)
     for name in ("checkpoints", "queue", MEMORY):  # else the new steps of these numbers would seem to have them
         later = [path for path in (run_dir / name).glob("step_*") if number_of(path.name) > point.step]
         for path in later:

@@ -250,7 +250,7 @@ class Trainer:
         if (is_due or is_late or self.checkpoint_after >= self.checkpoints.newest) and not self.has_collapsed:
             self.checkpoint()
         self.checkpoints.check()
-        if self.copies is not None:
+        if self.copies is not None and not self.has_collapsed:
             self.copies.after_step()
 
     @property
@@ -338,6 +338,9 @@ class Trainer:
         if is_behind and self.group.is_lead and self.num_counted:
             say(behind_line(self.learner.version, self.checkpoints.newest, self.num_counted))
         self.checkpoints.close()
+        if self.copies is not None and self.has_collapsed:
+            self.copies.finish()
+            self.copies.forget()  # else the supervisors would leave them to the next start
         is_trained = self.learner.version > 0  # else the model would be the one that the run began with
         export = self.learner.export() if is_trained and not is_behind and not self.has_collapsed else ""
         self.learner.close()

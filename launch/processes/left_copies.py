@@ -5,15 +5,16 @@ So the run that is resumed does not train the steps since its newest checkpoint 
 
 import os
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import NamedTuple
 
 from ...comm.environment import SEGMENT_FD
 from ...comm.errors import HeadraceError
 from ...comm.shared_memory import Segment
 from ...relay.checkpoints import CheckpointFolder
 from ...relay.weights.saved_states import SavedStates, StateHead
-from ...relay.weights.slots import VersionSlots
+from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..config.run_folder import start_in
 from ..placement import Placement
 from .child import print_message
@@ -40,38 +41,42 @@ class LeftCopies:
         """
         if not self._start:
             return
-        try:
-            newest = self._newest_checkpoint(is_whole=has_ended)
-            for variable in sorted(memories, reverse=True):  # the own copies first
-                self._write_memory(memories[variable], newest, is_own=variable == SEGMENT_FD)
-        except (OSError, HeadraceError) as error:
-            print_message(
-                f"{self._placement.name}: its copy of the training state cannot be written to {self._saved.root}: {error};"
-                " run.resume=auto continues from the newest checkpoint"
-            )
-
-    def _write_memory(self, memory: int, newest: int, *, is_own: bool) -> None:
-        with closing(Segment(os.dup(memory), "")) as segment:
-            slots = VersionSlots(segment)
-            left = [stored for stored in reversed(slots.complete_versions()) if stored.version > newest]
-            if left and is_own and self._placement.index == 0:
-                print_message(
-                    f"the actors write their copies of the training state after step {left[0].version} to"
-                    f" {self._saved.path(left[0].version)} ({segment.slot_bytes / 1e9:.1f} GB each); run.resume=auto continues"
-                    " from there"
-                )
-            for stored in left:
-                rank = self._placement.index if is_own else stored.incarnation
-                if start_in(self._run_dir) == self._start and (is_own or self._is_lacking(stored.version, rank)):
-                    head = StateHead(
-                        stored.version,
-                        stored.digest,
-                        slots.fingerprint,
-                        segment.slot_bytes,
-                        self._num_ranks,
-                        self._start,
+        newest = self._newest_checkpoint(is_whole=has_ended)
+        with ExitStack() as opened:
+            found: list[_Left] = []
+            for variable, memory in memories.items():
+                segment = opened.enter_context(closing(Segment(os.dup(memory), "")))
+                slots = VersionSlots(segment)
+                is_own = variable == SEGMENT_FD
+                found += [
+                    _Left(is_own, stored, slots) for stored in slots.complete_versions() if stored.version > newest
+                ]
+            # A step counts with the copies of all ranks alone, so the newest of a rank that is gone comes before older ones.
+            found.sort(key=lambda left: (-left.stored.version, not left.is_own))
+            for number, left in enumerate(found):
+                if not number and self._placement.index == 0:
+                    print_message(
+                        f"the actors write their copies of the training state after step {left.stored.version} to"
+                        f" {self._saved.path(left.stored.version)} ({left.slots.segment.slot_bytes / 1e9:.1f} GB each);"
+                        " run.resume=auto continues from there"
                     )
-                    self._saved.write(rank, head, segment.slot(stored.slot), by=self._placement.name)
+                try:
+                    self._write(left)
+                except (OSError, HeadraceError) as error:
+                    print_message(
+                        f"{self._placement.name}: a copy of the training state cannot be written to {self._saved.root}: {error};"
+                        " without it run.resume=auto continues from an older one or from the newest checkpoint"
+                    )
+
+    def _write(self, left: "_Left") -> None:
+        stored = left.stored
+        rank = self._placement.index if left.is_own else stored.incarnation
+        if start_in(self._run_dir) == self._start and (left.is_own or self._is_lacking(stored.version, rank)):
+            segment = left.slots.segment
+            head = StateHead(
+                stored.version, stored.digest, left.slots.fingerprint, segment.slot_bytes, self._num_ranks, self._start
+            )
+            self._saved.write(rank, head, segment.slot(stored.slot), by=self._placement.name)
 
     def _is_lacking(self, step: int, rank: int) -> bool:
         """Whether the supervisor of a rank has not written its copy itself in this start of the run."""
@@ -81,3 +86,11 @@ class LeftCopies:
     def _newest_checkpoint(self, *, is_whole: bool) -> int:
         folder = CheckpointFolder(self._run_dir)
         return max(folder.whole(), default=0) if is_whole else folder.latest() or 0
+
+
+class _Left(NamedTuple):
+    """A copy in memory, of the rank itself or of one on another host."""
+
+    is_own: bool
+    stored: StoredVersion
+    slots: VersionSlots

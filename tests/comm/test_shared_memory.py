@@ -160,3 +160,11 @@ def test_a_mapping_is_populated_from_its_start_since_pages_may_be_larger_than_th
     first = segment.slot(0)
     assert [first.ctypes.data - memory.ctypes.data for memory in populated] == [shared_memory.HEADER_BYTES]
     populated.clear()  # it holds the mapping
+
+
+def test_slots_that_are_added_while_the_memory_is_mapped_are_mapped_later(monkeypatch: pytest.MonkeyPatch):
+    segment = Segment.create_anonymous()
+    segment.allocate(1, 5000)
+    monkeypatch.setattr(shared_memory, "_populate", lambda _: segment.allocate(2, 5000))
+    assert [len(segment.slot(index)) for index in range(2)] == [5000, 5000]
+    segment.close()

@@ -111,7 +111,7 @@ def test_one_rank_says_what_is_written_and_each_what_is_not(
     (run_dir / "memory").rename(run_dir / "other")
     (run_dir / "memory").touch()
     copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
-    assert "actor-1: its copy of the training state cannot be written to" in capsys.readouterr().err
+    assert "actor-1: a copy of the training state cannot be written to" in capsys.readouterr().err
 
 
 def test_the_copies_of_a_rank_of_another_host_are_written_unless_its_own_supervisor_has(run_dir: Path, memory: int):

@@ -107,7 +107,7 @@ def test_a_copy_does_not_decide_where_a_run_continues(run_dir: Path):
     assert not saved.steps() and (run_dir / "memory.discarded-1/step_5/actor-0.state").exists()
 
 
-def test_an_incomplete_copy_is_skipped_and_removed(run_dir: Path):
+def test_an_incomplete_copy_is_skipped_and_an_older_one_stays(run_dir: Path):
     save_rows(run_dir, 4, 5)
     saved = leave_copies(run_dir, 5, 6)
     saved.file(6, 0).write_bytes(saved.file(6, 0).read_bytes()[:-1])
@@ -115,7 +115,7 @@ def test_an_incomplete_copy_is_skipped_and_removed(run_dir: Path):
     assert point.copy == 5
     assert "run.resume=auto: memory/step_6 lacks a whole actor-0.state; it is skipped" in point.lines
     prepare_folder(recipe_of(run_dir))
-    assert saved.steps() == [5]
+    assert 5 in saved.steps()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_dir: Path):

@@ -210,11 +210,14 @@ class StateCopies:
             # The other copy is the newest, and is not given up for one that is not whole yet.
             is_full = newest is not None and any(held.slot != newest.slot for held in tuple(self._held))
             has_to_wait = is_full or self._is_at_work
-            mine = [self.pace.steps, has_to_wait, self._has_failed, not self._has_prepared]
-            every, has_to_wait, has_failed, is_unprepared = self._group.all_reduce_max([float(each) for each in mine])
+            is_alone = self._second is None or self._second.is_off
+            mine = [self.pace.steps, has_to_wait, self._has_failed, not self._has_prepared, is_alone]
+            every, has_to_wait, has_failed, is_unprepared, is_alone = self._group.all_reduce_max([*map(float, mine)])
             self._is_off = bool(has_failed)
+            if is_alone and not has_to_wait:
+                self._free_second()
             if not self._is_off and not has_to_wait and self._state.step - self._newest >= every:
-                self._begin(is_by_all=not is_unprepared)
+                self._begin(is_exchanged=not is_unprepared and not is_alone)
         if self._is_off:
             self._free()
 
@@ -267,11 +270,8 @@ class StateCopies:
         if self._is_off:
             return None
         self.finish()
-        # The exchanges have to be the same on all ranks, so there is none if a rank has a copy already or begins none.
-        is_unready = self._made is not None or self._has_failed or self._is_at_work or not self._has_prepared
-        is_unready = self._group.all_reduce_max([float(is_unready)])[0]
         if self._made is None:
-            self._begin(is_by_all=not is_unready)
+            self._begin(is_exchanged=False)  # a checkpoint on the disk is worth more than a copy on another host
             self.finish()
         if self._layout is None or self._made is None:
             return None
@@ -287,8 +287,8 @@ class StateCopies:
         """Whether the thread of a copy that nobody waits for any longer is still at work."""
         return self._copy is None and self._thread is not None and self._thread.is_alive()
 
-    def _begin(self, *, is_by_all: bool) -> None:
-        """Begin a copy of the present state, if there is room. `is_by_all`: all ranks do, in memory that is prepared."""
+    def _begin(self, *, is_exchanged: bool) -> None:
+        """Begin a copy of the present state, if there is room. `is_exchanged`: all ranks do, in memory that is prepared, and send it on."""
         self.finish()
         started = time.monotonic()
         layout = StateLayout(self._state.state_dict())
@@ -302,7 +302,7 @@ class StateCopies:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._layout = layout
         busy = tuple(held.slot for held in tuple(self._held))
-        self._copy = _Copy(layout, self._newest, busy, is_exchanged=is_by_all and self._second is not None)
+        self._copy = _Copy(layout, self._newest, busy, is_exchanged=is_exchanged)
         self._thread = threads.new_thread(partial(self._run, self._copy), "copy of the state")
         self._thread.start()
         self._begin_s = time.monotonic() - started

@@ -16,15 +16,12 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from .device import to_device
+from .fused_attention import fused_attention, fused_attention_backward
 from .length_classes import length_classes
 
 NAME = "headrace"
 """The attention implementation's name within transformers."""
 _HAS_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # PyTorch 2.12 and later
-# Two private operators of PyTorch take part on a CPU: public ones give neither the log-sum-exp nor a backward pass of their own. Written for
-# the schemas of PyTorch 2.13; a test holds their results to formulas, so that another version which changes them is noticed.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class AttentionSpec(NamedTuple):
@@ -197,32 +194,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionS
             query, key, value, is_causal=True, scale=spec.scale, enable_gqa=is_grouped
         )
     return masked_attention(query, key, value, band(num_queries, num_keys, spec.window, query.device), spec)
-
-
-def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """PyTorch's fused kernel for CPUs: its output [B, heads, q, d], and the log-sum-exps of the scores [B, heads, q], in fp32 at least.
-
-    query [B, heads, q, d], key and value [B, kv_heads, s, d].
-    """
-    return _flash(query, key, value, 0.0, is_causal, scale=scale)
-
-
-def fused_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in fp32 at least.
-
-    In bfloat16 this kernel needs two to eight times as long as in fp32 for up to 128 keys, and as long for 512.
-    """
-    wide = [wide_of(x) for x in (grad, query, key, value, out)]
-    return _flash_backward(*wide, lse, 0.0, is_causal, scale=scale)
-
-
-def wide_of(x: Tensor) -> Tensor:
-    """In fp32 at least."""
-    return x.float() if x.dtype.itemsize == 2 else x
 
 
 class _HalfAttention(torch.autograd.Function):

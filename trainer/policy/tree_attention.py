@@ -14,16 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import (
-    AttentionSpec,
-    fused_attention,
-    fused_attention_backward,
-    masked_attention,
-    takes_varlen,
-    varlen_attention,
-    wide_of,
-)
+from .attention import AttentionSpec, masked_attention, takes_varlen, varlen_attention
 from .device import to_device
+from .fused_attention import fused_attention, fused_attention_backward, wide_of
 from .length_classes import length_classes
 from .prefix_tree import Branch, PrefixTree, Stem
 

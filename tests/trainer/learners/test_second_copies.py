@@ -90,6 +90,7 @@ state_copies.free_bytes = lambda: 10_000
 train(successor, [batch_of(3, group=group)])
 successor.copies.after_step()
 assert successor.copies._second is None and second.segment.held_bytes < 20_000 < held
+successor.copies.finish()
 assert successor.copies.newest(9) == 4, "the own ones have their memory"
 """
 
@@ -98,12 +99,15 @@ from headrace.trainer.learners import second_copies
 second_copies._DEADLINE_S = 0.2
 second = dying.copies._second
 if group.rank == 1:
-    second.is_off = True  # as if its memory was full
+    second._exchange = lambda *_: 1 / 0  # as if its memory was full
 train(dying, [batch_of(3, group=group)])
 dying.copies.after_step()
 dying.copies.finish()
 assert second.is_off and dying.copies.newest(9) == 4
 train(dying, [batch_of(4, group=group)])
+dying.copies.after_step()
+dying.copies.finish()
+assert dying.copies._second is None and dying.copies.newest(9) == 5
 """
 
 

@@ -579,6 +579,7 @@ class NotedExchanges:
     held_bytes = 0
 
     def __init__(self) -> None:
+        self.is_off = False
         self.sent: list[int] = []
 
     def exchange(self, mine: StoredVersion | None, fingerprint: int, buffer: np.ndarray) -> float:
@@ -593,7 +594,7 @@ class NotedExchanges:
         pass
 
 
-def test_the_exchanges_of_ranks_are_the_same_whichever_of_them_has_a_copy_or_fails():
+def test_copies_are_exchanged_by_all_ranks_or_none_and_not_for_a_checkpoint():
     ranks = RankThreads(2)
     copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
     noted = [NotedExchanges() for _ in copies]
@@ -621,16 +622,36 @@ def test_the_exchanges_of_ranks_are_the_same_whichever_of_them_has_a_copy_or_fai
         assert [each.sent for each in noted] == [[2], [2]], "some rank may prepare its memory for the first one"
         list(pool.map(step_without_copy, copies))
         assert [*pool.map(hold, copies)] == [3, 3]
-        copies[1]._made = None  # as if it was given up
-        assert [*pool.map(hold, copies)] == [3, 3]
-        assert [each.sent for each in noted] == [[2, 3], [2, 3]]
+        assert [each.sent for each in noted] == [[2], [2]]
         list(pool.map(step_without_copy, copies))
         copies[1]._fail("the test")
         assert [*pool.map(hold, copies)] == [4, -1]
         for each in copies:
             each._held.clear()
         list(pool.map(step, copies))
-    assert [each.sent for each in noted] == [[2, 3, -2], [2, 3, -2]], "freed with the own ones"
+    assert [each.sent for each in noted] == [[2, -2], [2, -2]], "freed with the own ones"
+
+
+def test_a_failed_exchange_of_one_rank_ends_those_of_all():
+    ranks = RankThreads(2)
+    copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
+    noted = [NotedExchanges() for _ in copies]
+    for each, exchanges in zip(copies, noted, strict=True):
+        each._second = cast(Any, exchanges)
+        each.pace = EachStep(1)
+
+    def step(each: StateCopies) -> None:
+        each.before_update()
+        each._state.step += 1
+        each.after_step()
+
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(4):
+            list(pool.map(step, copies))
+            noted[1].is_off = number == 1
+        list(pool.map(StateCopies.finish, copies))
+    assert [each.sent for each in noted] == [[2, -2], [2, -2]] and all(each._second is None for each in copies)
+    assert [each._slots.newest() for each in copies] == [4, 4]
 
 
 def copies_of_a_layer(group: ActorGroup) -> StateCopies:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.policies import tiny_policy
 
-from headrace.trainer.policy import attention
+from headrace.trainer.policy import attention, fused_attention
 from headrace.trainer.policy.attention import (
     AttentionSpec,
     ChunkAttention,
@@ -71,8 +71,8 @@ def test_the_fused_kernel_of_a_cpu_gives_log_sum_exps_and_gradients_of_the_formu
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 8, dtype=dtype) for heads in (4, 2, 2))
     grad = torch.randn(2, 4, 40, 8, dtype=dtype)
-    out, lse = attention.fused_attention(q, k, v, 0.3, is_causal=is_causal)
-    gradients = attention.fused_attention_backward(grad, q, k, v, out, lse, 0.3, is_causal=is_causal)
+    out, lse = fused_attention.fused_attention(q, k, v, 0.3, is_causal=is_causal)
+    gradients = fused_attention.fused_attention_backward(grad, q, k, v, out, lse, 0.3, is_causal=is_causal)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     scores = 0.3 * exact[0] @ exact[1].repeat_interleave(2, 1).transpose(2, 3)
     if is_causal:
