@@ -206,7 +206,7 @@ both_ways(lambda words: recipe_of(policy, **(settings | words)), 2e-6, is_double
     [
         (2, 2, {}),
         # Two of four ranks have no row of the first batch.
-        (4, 4, {}),
+        pytest.param(4, 4, {}, marks=pytest.mark.slow),
         pytest.param(4, 2, {}, marks=pytest.mark.slow),
         pytest.param(2, 2, {"trainer.activation_checkpointing": "true"}, marks=pytest.mark.slow),
         pytest.param(4, 4, {"lora.rank": 4}, marks=pytest.mark.slow),

@@ -236,6 +236,7 @@ if group.is_lead:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # rank 0 is this process
+@pytest.mark.slow
 def test_two_ranks_are_replayed_from_their_checkpoint_with_variants_and_packed(policy_dir, tmp_path, capsys):
     """The second update of a step depends on the optimizer's moments."""
     settings = SETTINGS | {"batch__updates_per_version": 2}
