@@ -145,7 +145,7 @@ class ActorGroup:
     def smallest_gpu(self) -> tuple[float | None, int]:
         """Bytes of the smallest GPU of a rank, and the most processes of the run on one; None and 1 without GPUs. A collective.
 
-        What follows from them is the same on all ranks, which would wait for each other's collectives forever if it were not.
+        All ranks get the same numbers. If they decided by different ones, they would wait for each other's collectives forever.
         """
         if self.device.type != "cuda":
             return None, 1

@@ -25,7 +25,7 @@ TRANSFORMERS_BYTES = 0.265e9
 CHECKPOINT_PARTS = ("copy for a checkpoint", "policy for its export")
 """The parts of host memory that a checkpoint needs while it is written; the second part on rank 0 alone."""
 COPY_PART = "more copies of the state"
-"""The part that only copies for a restarted trainer need, which does without where there is no room (`state_copies.py`)."""
+"""The part for copies that a restarted trainer continues from. Without room for it there are no such copies (`state_copies.py`)."""
 PAGE_TOKENS = 64
 """Tokens of a page of the cache on a host without a GPU."""
 _HOLES = 0.4

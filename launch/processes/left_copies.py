@@ -1,4 +1,4 @@
-"""What the supervisor of an actor rank leaves of its memory when a run fails: the copies of the training state, in the run folder.
+"""The copies of the training state that a failed run leaves in its folder. The supervisors of actors write them from their memory.
 
 So the run that is resumed does not train the steps since its newest checkpoint again. Imports no torch.
 """

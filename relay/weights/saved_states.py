@@ -23,7 +23,7 @@ HEAD_BYTES = 4096
 
 
 class StateHead(msgspec.Struct, frozen=True):
-    """What a file says of its copy."""
+    """The head of a file: which copy of which state it has."""
 
     step: int
     """The number of steps that the state has trained."""

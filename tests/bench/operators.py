@@ -1,4 +1,4 @@
-"""What a micro-batch of the trainer asks of the host: operators, copies to another type, and reads that wait for the device.
+"""The operators of a micro-batch of the trainer, its copies to another type, and its reads that wait for the device.
 
 Counted on a CPU for small policies in bfloat16 of 2 and of 4 layers, of which the difference is that of two layers; forward and backward
 pass together. Each of these counts is a launch or a wait on a GPU, whatever the sizes. About a fifth of the operators are the CPU's

@@ -65,12 +65,7 @@ def test_the_first_version_is_waited_for_while_the_trainer_trains_steps_again_an
     ],
 )
 def test_a_trajectory_that_cannot_be_trained_is_refused_where_it_enters(tmp_path: Path, prompt, response, message):
-    network = MemoryNetwork()
-    recipe = read_recipe(None, [f"model.path={tiny_policy(tmp_path)}", "comm.deadline_s=10"])
-    segment = Segment.create_anonymous("weights")
-    MemoryFleet.join_network(network, "hub")
-    MemoryFleet.join_network(network, "relay", info={"segment": segment.path})
-    service = GeneratorService(MemoryFleet.join_network(network, "rollout"), recipe).start()
+    service, segment = started_service(tmp_path)
     sample = LeasedRow(RowId(0, 1, 2), 1, version=0, row={})
     service._leases.held[sample.row_id.number] = sample
     with pytest.raises(ValueError, match=message):
@@ -81,12 +76,7 @@ def test_a_trajectory_that_cannot_be_trained_is_refused_where_it_enters(tmp_path
 
 
 def test_a_prompt_that_a_generator_of_the_users_made_is_not_taken_for_that_of_its_group(tmp_path: Path, monkeypatch):
-    network = MemoryNetwork()
-    recipe = read_recipe(None, [f"model.path={tiny_policy(tmp_path)}", "comm.deadline_s=10"])
-    segment = Segment.create_anonymous("weights")
-    MemoryFleet.join_network(network, "hub")
-    MemoryFleet.join_network(network, "relay", info={"segment": segment.path})
-    service = GeneratorService(MemoryFleet.join_network(network, "rollout"), recipe).start()
+    service, segment = started_service(tmp_path)
     written: list[LeasedRow] = []
     monkeypatch.setattr(service._row_writer, "submit", written.append)
     sample = LeasedRow(RowId(0, 1, 2), 1, version=0, row={"prompt": "2 + 2"})
@@ -96,3 +86,14 @@ def test_a_prompt_that_a_generator_of_the_users_made_is_not_taken_for_that_of_it
     assert isinstance(report, RowDone) and (report.num_tokens, report.num_prompt_tokens) == (4, 0)
     service.close()
     segment.close()
+
+
+def started_service(folder: Path) -> tuple[GeneratorService, Segment]:
+    """A service beside a hub and a relay that do nothing, and the relay's memory."""
+    network = MemoryNetwork()
+    recipe = read_recipe(None, [f"model.path={tiny_policy(folder)}", "comm.deadline_s=10"])
+    segment = Segment.create_anonymous("weights")
+    MemoryFleet.join_network(network, "hub")
+    MemoryFleet.join_network(network, "relay", info={"segment": segment.path})
+    service = GeneratorService(MemoryFleet.join_network(network, "rollout"), recipe).start()
+    return service, segment

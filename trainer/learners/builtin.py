@@ -105,7 +105,7 @@ class ActorLearner(Actor):
                 release()
 
         if self.copies is not None and held is not None:
-            release = weakref.finalize(write, self.copies.release, held[1])  # nobody has to call `write`
+            release = weakref.finalize(write, self.copies.release, held[1])  # `write` need not be called
         return write
 
     def _published(self) -> dict[str, torch.Tensor]:

@@ -284,7 +284,7 @@ class StateCopies:
 
     @property
     def _is_at_work(self) -> bool:
-        """Whether the thread of a copy that nobody waits for any longer is still at work."""
+        """Whether the thread of a copy that was given up is still at work."""
         return self._copy is None and self._thread is not None and self._thread.is_alive()
 
     def _begin(self, *, is_exchanged: bool) -> None:
@@ -381,7 +381,7 @@ class StateCopies:
             self._exchange(copy)
 
     def _exchange(self, copy: _Copy) -> None:
-        """Send the copy to another host, or that there is none, and receive that of another one."""
+        """Send the copy, or the news that there is none, to a rank on another host, and receive that of another rank."""
         assert self._second is not None
         stored = copy.stored
         content = np.empty(0, np.uint8) if stored is None else self._slots.segment.slot(stored.slot)

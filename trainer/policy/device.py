@@ -44,7 +44,7 @@ class DeviceSums:
         self._maxima[names] = torch.maximum(self._maxima[names], found) if names in self._maxima else found
 
     def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The sums and the maxima; afterwards there are none."""
+        """The sums and the maxima so far; they begin again afterwards."""
         parts = (self._sums, self._maxima)
         tensors = [tensor for part in parts for tensor in part.values()]
         values: Iterator[float] = iter(torch.cat(tensors).tolist() if tensors else [])

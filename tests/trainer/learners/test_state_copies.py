@@ -595,17 +595,7 @@ class NotedExchanges:
 
 
 def test_copies_are_exchanged_by_all_ranks_or_none_and_not_for_a_checkpoint():
-    ranks = RankThreads(2)
-    copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
-    noted = [NotedExchanges() for _ in copies]
-    for each, exchanges in zip(copies, noted, strict=True):
-        each._second = cast(Any, exchanges)
-        each.pace = EachStep(1)
-
-    def step(each: StateCopies) -> None:
-        each.before_update()
-        each._state.step += 1
-        each.after_step()
+    copies, noted = exchanging_ranks()
 
     def step_without_copy(each: StateCopies) -> None:
         each.before_update()
@@ -616,8 +606,8 @@ def test_copies_are_exchanged_by_all_ranks_or_none_and_not_for_a_checkpoint():
         return -1 if held is None else held[1].version
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(step, copies))
-        list(pool.map(step, copies))
+        list(pool.map(copied_step, copies))
+        list(pool.map(copied_step, copies))
         assert [*pool.map(hold, copies)] == [2, 2]
         assert [each.sent for each in noted] == [[2], [2]], "some rank may prepare its memory for the first one"
         list(pool.map(step_without_copy, copies))
@@ -628,30 +618,36 @@ def test_copies_are_exchanged_by_all_ranks_or_none_and_not_for_a_checkpoint():
         assert [*pool.map(hold, copies)] == [4, -1]
         for each in copies:
             each._held.clear()
-        list(pool.map(step, copies))
+        list(pool.map(copied_step, copies))
     assert [each.sent for each in noted] == [[2, -2], [2, -2]], "freed with the own ones"
 
 
 def test_a_failed_exchange_of_one_rank_ends_those_of_all():
+    copies, noted = exchanging_ranks()
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(4):
+            list(pool.map(copied_step, copies))
+            noted[1].is_off = number == 1
+        list(pool.map(StateCopies.finish, copies))
+    assert [each.sent for each in noted] == [[2, -2], [2, -2]] and all(each._second is None for each in copies)
+    assert [each._slots.newest() for each in copies] == [4, 4]
+
+
+def exchanging_ranks() -> tuple[list[StateCopies], list[NotedExchanges]]:
+    """Two ranks on two hosts, which copy after each step, and what they send."""
     ranks = RankThreads(2)
     copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
     noted = [NotedExchanges() for _ in copies]
     for each, exchanges in zip(copies, noted, strict=True):
         each._second = cast(Any, exchanges)
         each.pace = EachStep(1)
+    return copies, noted
 
-    def step(each: StateCopies) -> None:
-        each.before_update()
-        each._state.step += 1
-        each.after_step()
 
-    with ThreadPoolExecutor(2) as pool:
-        for number in range(4):
-            list(pool.map(step, copies))
-            noted[1].is_off = number == 1
-        list(pool.map(StateCopies.finish, copies))
-    assert [each.sent for each in noted] == [[2, -2], [2, -2]] and all(each._second is None for each in copies)
-    assert [each._slots.newest() for each in copies] == [4, 4]
+def copied_step(copies: StateCopies) -> None:
+    copies.before_update()
+    copies._state.step += 1
+    copies.after_step()
 
 
 def copies_of_a_layer(group: ActorGroup) -> StateCopies:
