@@ -8,7 +8,8 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from msgspec import inspect as kinds
 
@@ -88,12 +89,13 @@ def _linked(text: str) -> str:
     return _PAGE_NAME.sub(r"[\1](\1.md)", text)
 
 
-def setting_lines(section: str, kind: type) -> Iterator[str]:
-    """A section's title, and each setting with its default, type and meaning."""
+def setting_lines(section: str, kind: type, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """A section's title, and each setting with its default, type and meaning. defaults: instead of those of `kind`."""
     entries = {entry.name: entry for entry in kinds.type_info(kind).fields}  # pyright: ignore
     yield f"{section}: {_title(kind)}"
     for key, text in field_docs(kind).items():
-        yield f"  {section}.{key}={show_value(entries[key].default)}  ({describe(entries[key].type)})"
+        default = entries[key].default if defaults is None else defaults[key]
+        yield f"  {section}.{key}={show_value(default)}  ({describe(entries[key].type)})"
         yield from textwrap.wrap(text, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 

@@ -69,6 +69,12 @@ def profile_of(run_dir: Path, recipe: Recipe) -> LabSettings:
             f"--from: no response was finished in the measured part of {run_dir}; use a run with more steps"
         )
     return LabSettings(
+        profile="measured",
+        host_ms=0.0,
+        kv_gb_s=50.0,
+        trainer_ranks=1,
+        collectives_s=0.0,
+        reshard_gb_s=32.0,
         prompt_tokens=num_prompt,
         lengths=equal_parts(lengths),
         stretch=max(1, min(32, int(responses) // _STEPS_PER_CHECK)),

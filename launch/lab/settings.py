@@ -3,10 +3,10 @@
 import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 from msgspec import inspect as kinds
 
 from ...comm.errors import SettingError
@@ -14,12 +14,17 @@ from ...comm.recipe import ScheduleName
 from ...comm.recipe.fields import AtLeastOne, Count, NotNegative, Positive
 from ..config.help import setting_lines
 from ..config.values import describe, show_value, typed_value
+from .profiles import constants
 
 
 class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`lab.*`: the devices of an emulated run; by default a 32B policy on H800s (sources: docs/develop/lab.md)."""
+    """`lab.*`: the devices of an emulated run; a setting without a value has that of `lab.profile` (sources: docs/develop/lab.md)."""
 
-    gpus_per_rollout: Count = 4
+    profile: Literal["program", "papers", "measured"] = "program"
+    """Constants of the devices: what this program reaches, what the papers describe, or none, as a plan gives those that it measured."""
+    model: Literal["7b", "32b", "72b"] = "32b"
+    """Policy for which the profile computes its constants."""
+    gpus_per_rollout: Count
     """GPUs of one rollout, which is a tensor-parallel replica."""
     train_gpus: Count = 32
     """GPUs of the trainer."""
@@ -27,20 +32,22 @@ class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Trainer and rollouts take turns on the same GPUs (with run.schedule=sync)."""
     step_ms: NotNegative = 0.0
     """Milliseconds of a decode step beside its other terms, for an engine whose steps have a cost of their own."""
-    weights_ms: NotNegative = 9.9
+    host_ms: NotNegative
+    """Least milliseconds of a decode step beside `step_ms`: those of the host, which launches its kernels one by one."""
+    weights_ms: NotNegative
     """Milliseconds of a decode step to read the weights, for all trajectories together."""
-    request_us: NotNegative = 41.0
+    request_us: NotNegative
     """Microseconds of arithmetic per trajectory of a decode step; a step takes their sum or `weights_ms`, if longer."""
-    kv_ns: NotNegative = 30.5
+    kv_ns: NotNegative
     """Nanoseconds of a decode step for each token in the KV cache."""
-    prefill_us: NotNegative = 41.0
+    prefill_us: NotNegative
     """Microseconds for each prefilled token."""
-    kv_tokens: Count = 700_000
+    kv_tokens: Count
     """Capacity of a rollout's KV cache in tokens."""
-    kv_token_bytes: Count = 262_144
+    kv_token_bytes: Count
     """Bytes of one token's keys and values."""
-    kv_gb_s: Positive = 50.0
-    """GB/s of a KV cache that is sent to another rollout."""
+    kv_gb_s: Positive | None
+    """GB/s of a KV cache that is sent to another rollout; null sends none, so that rollout computes it again."""
     batch_bound: Count | None = None
     """Most trajectories of one rollout after a move; null measures the device at the start, as a real one is measured."""
     stretch: Count = 32
@@ -53,26 +60,34 @@ class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The 99th percentile of the lengths over their median, before the limit."""
     lengths: tuple[Count, ...] = ()
     """Measured lengths of responses, equally probable, instead of the log-normal ones."""
-    train_us: NotNegative = 820.0
+    train_us: NotNegative
     """Microseconds of one GPU to train one token of prompt or response."""
-    update_s: NotNegative = 0.0
+    trainer_ranks: Count
+    """Ranks of the trainer, each with whole rows of a micro-batch and waiting for the one with most tokens; 1 shares them evenly."""
+    collectives_s: NotNegative
+    """Least seconds of a micro-batch: those of its collectives, beside which the GPUs train its tokens."""
+    update_s: NotNegative
     """Seconds of the trainer for each optimizer update, beside those of its tokens."""
     micro_batch_s: NotNegative = 0.0
     """Seconds of the trainer for each micro-batch of `optimizer.micro_tokens`, beside those of its tokens."""
-    weights_gb: NotNegative = 65.0
+    weights_gb: NotNegative
     """Size of one version of the weights in GB."""
-    push_gb_s: Positive = 100.0
+    push_gb_s: Positive
     """GB/s of a version from the trainer to a relay; the trainer waits for it."""
-    chain_gb_s: Positive = 80.0
+    chain_gb_s: Positive
     """GB/s of a version down the chain of relays."""
-    pull_gb_s: Positive = 25.0
+    pull_gb_s: Positive
     """GB/s of each GPU of a rollout that loads its share of a version from a relay's memory."""
-    broadcast_gb_s: Positive = 54.0
+    broadcast_gb_s: Positive
     """GB/s of the broadcast from the trainer to all rollouts (all schedules but headrace)."""
-    reshard_gb_s: Positive = 32.0
+    reshard_gb_s: Positive
     """GB/s at which colocated devices convert the trainer's weights to the generator's layout."""
-    buffer_kb: Count = 64
-    """Size in KB of the buffer that is really sent instead of the weights."""
+
+
+@cache
+def _types() -> dict[str, Any]:
+    """The types of the settings by name."""
+    return get_type_hints(LabSettings, include_extras=True)
 
 
 @cache
@@ -82,8 +97,9 @@ def lab_fields() -> dict[str, kinds.Field]:
 
 
 def lab_of(given: Mapping[str, Any]) -> LabSettings:
-    """The settings `lab.*` of a recipe; raises `SettingError` for one that is unknown or not allowed."""
+    """The settings `lab.*` of a recipe, with the constants of its profile; raises `SettingError` for one that is unknown or not allowed."""
     known = lab_fields()
+    usual: dict[str, Any] = {name: field.default for name, field in known.items()}
     typed: dict[str, object] = {}
     for name, value in given.items():
         if name not in known:
@@ -92,11 +108,17 @@ def lab_of(given: Mapping[str, Any]) -> LabSettings:
             raise SettingError(f"unknown setting 'lab.{name}'; {hint}")
         typed[name] = typed_value(known[name].type, value)
         try:
-            msgspec.convert({name: typed[name]}, LabSettings, strict=False)
+            typed[name] = msgspec.convert(typed[name], _types()[name], strict=False)
         except msgspec.ValidationError as error:
             allowed = describe(known[name].type)
             raise SettingError(f"lab.{name}={show_value(value)} is not allowed; it takes {allowed}") from error
-    return msgspec.convert(typed, LabSettings, strict=False)
+    chosen = usual | typed
+    settings = (
+        constants(chosen["profile"], chosen["model"], typed.get("gpus_per_rollout"), chosen["train_gpus"]) | typed
+    )
+    if missing := [name for name, field in known.items() if field.required and name not in settings]:
+        raise SettingError(f"lab.profile=measured has no value of lab.{missing[0]}; set it")
+    return msgspec.convert(settings, LabSettings)
 
 
 def check_lab(given: Mapping[str, Any], schedule: ScheduleName) -> None:
@@ -107,4 +129,4 @@ def check_lab(given: Mapping[str, Any], schedule: ScheduleName) -> None:
 
 def help_lines() -> Iterator[str]:
     """Every setting of the lab, with its default, type and meaning."""
-    return setting_lines("lab", LabSettings)
+    return setting_lines("lab", LabSettings, structs.asdict(lab_of({})))

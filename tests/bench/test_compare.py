@@ -23,7 +23,6 @@ from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.experiment import Experiment
 from headrace.launch.lab.figures import Figures, Window, figures_of, window_of
-from headrace.launch.lab.settings import LabSettings, lab_of
 from headrace.launch.lab.virtual.run import VirtualRun
 from headrace.launch.processes.rank import prepare
 from headrace.launch.report.timeline import Span, Timeline
@@ -158,13 +157,15 @@ def test_devices_that_cannot_be_divided_are_refused_before_any_run(
 
 def test_tuned_knobs_are_those_of_the_recipes_own_devices_and_a_knob_that_is_given_wins(tmp_path: Path):
     recipe = str(tmp_path / "devices.yaml")
-    save_tuned(recipe, key_of(64, 0), "headrace", Knobs(7, max_running=192, lead=512))
+    (tmp_path / "devices.yaml").write_text("rollout: {engine: emulated}\ntrainer: {engine: emulated}\n")
+    save_tuned(recipe, "program", key_of(64, 0), "headrace", Knobs(7, max_running=192, lead=512))
 
     def knobs(*overrides: str, name: str = "headrace") -> Knobs:
         (variant,) = variants(recipe, [name], 64, 4, overrides=overrides)
         return variant.knobs
 
     assert knobs("run.steps=9") == Knobs(7, max_running=192, lead=512)
+    assert knobs("lab.profile=papers") == Knobs(8), "another profile has other devices"
     for other in ("lab.gpus_per_rollout=16", "batch.samples_per_prompt=4", "sampling.max_new_tokens=9"):
         assert knobs(other) == Knobs(8)
     assert knobs("generator.max_running=96") == Knobs(7, lead=512)
@@ -284,29 +285,6 @@ def test_schedules_are_compared_in_virtual_time_at_a_fixed_batch(tmp_path: Path,
     assert (tmp_path / "runs" / "scaling.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize(("model", "billions", "layers", "kv_heads"), [("7b", 7.6, 28, 4), ("72b", 72.7, 80, 8)])
-def test_the_devices_of_other_models_follow_from_the_shares_of_the_hardware_that_32b_uses(
-    model: str, billions: float, layers: int, kv_heads: int
-):
-    base, other = LabSettings(), lab_of(read_recipe(RECIPE.with_name(f"emulated-{model}.yaml"), []).lab)
-    larger, gpus = billions / 32.5, other.gpus_per_rollout / base.gpus_per_rollout
-    bytes_ratio = layers * kv_heads / (64 * 8)
-    activations_gb = (
-        0.85 * 80 * base.gpus_per_rollout - base.weights_gb - base.kv_tokens * base.kv_token_bytes / 1e9
-    ) * gpus
-    expected = {
-        "weights_gb": base.weights_gb * larger,
-        "weights_ms": base.weights_ms * larger / gpus,
-        "request_us": base.request_us * larger / gpus,
-        "prefill_us": base.prefill_us * larger / gpus,
-        "kv_token_bytes": base.kv_token_bytes * bytes_ratio,
-        "kv_ns": base.kv_ns * bytes_ratio / gpus,
-        "kv_tokens": (0.85 * 80 * other.gpus_per_rollout - other.weights_gb - activations_gb) * 1e9 / other.kv_token_bytes,
-        "train_us": base.train_us * larger,
-    }  # fmt: skip
-    assert {name: getattr(other, name) for name in expected} == pytest.approx(expected, rel=0.01)
-
-
 def test_a_run_whose_trajectories_last_for_several_steps_needs_more_steps(tmp_path: Path):
     for length, median, train_us in (("long", 600, 100), ("short", 60, 100_000)):
         words = {"lab__median_tokens": median, "lab__train_us": train_us, "run__steps": 10}
@@ -329,6 +307,6 @@ def test_an_entrant_is_tuned_within_its_budget_and_then_compared_with_several_se
     assert compare.main(words) == 0
     folders = {path.parent.name for path in (tmp_path / "runs").glob("*/outcome.json")}
     assert len(folders) == 3 + 1, "the budget, and the second seed of the best"
-    chosen = read_tuned(str(recipe))["16-16groups"]["partial"]
+    chosen = read_tuned(str(recipe))["program"]["16-16groups"]["partial"]
     out = capsys.readouterr().out
     assert f"| {str(chosen) or '-'} |" in out and " to " in out.splitlines()[-1]

@@ -62,11 +62,15 @@ def test_a_climb_that_begins_beside_the_ladders_finds_the_best_of_them():
 def test_the_chosen_knobs_of_each_entrant_are_kept_beside_the_recipe(tmp_path: Path):
     recipe = str(tmp_path / "devices.yaml")
     assert read_tuned(recipe) == {}
-    save_tuned(recipe, key_of(64, 0), "headrace", Knobs(7))
-    save_tuned(recipe, key_of(64, 512), "partial", Knobs(7, max_running=192))
-    save_tuned(recipe, key_of(64, 0), "partial", Knobs(8))
+    save_tuned(recipe, "papers", key_of(64, 0), "headrace", Knobs(7))
+    save_tuned(recipe, "papers", key_of(64, 512), "partial", Knobs(7, max_running=192))
+    save_tuned(recipe, "papers", key_of(64, 0), "partial", Knobs(8))
+    save_tuned(recipe, "program", key_of(64, 0), "partial", Knobs(9))
     assert read_tuned(recipe) == {
-        "64": {"headrace": Knobs(7), "partial": Knobs(8)},
-        "64-512groups": {"partial": Knobs(7, max_running=192)},
+        "papers": {
+            "64": {"headrace": Knobs(7), "partial": Knobs(8)},
+            "64-512groups": {"partial": Knobs(7, max_running=192)},
+        },
+        "program": {"64": {"partial": Knobs(9)}},
     }
-    assert str(read_tuned(recipe)["64-512groups"]["partial"]) == "generator.max_running=192"
+    assert str(read_tuned(recipe)["papers"]["64-512groups"]["partial"]) == "generator.max_running=192"

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from headrace.launch.lab.emulated.device import EmulatedDevice
-from headrace.launch.lab.settings import LabSettings
+from headrace.launch.lab.settings import lab_of
 from headrace.rollout.decode_curve import MIN_STEPS, DecodeCurve
 from headrace.rollout.load_report import LoadTotals
 
@@ -56,7 +56,7 @@ def test_a_batch_that_does_not_vary_tells_the_tokens_that_cost_as_much_as_the_re
 
 def test_steps_of_large_batches_do_not_change_the_bound_of_a_repack():
     """An emulated device's steps grow with the batch above 240 trajectories alone; none of the bound is below that."""
-    settings = LabSettings()
+    settings = lab_of({"profile": "papers"})
     device, totals, draw = EmulatedDevice(settings, max_running=512), LoadTotals(), random.Random(0)
     truth = (settings.step_ms + settings.weights_ms) * 1e6 / settings.kv_ns
     for _ in range(2000):

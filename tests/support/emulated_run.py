@@ -8,6 +8,7 @@ EMULATED = {
     "batch.prompts_per_step": 4,
     "batch.samples_per_prompt": 4,
     "sampling.max_new_tokens": 2000,
+    "lab.profile": "papers",
     "lab.median_tokens": 200,
 }
 

@@ -2,10 +2,10 @@
 
 A decode step of n trajectories over k cached tokens takes
 
-    step_ms + max(weights_ms, n request_us) + k kv_ns
+    step_ms + max(host_ms, max(weights_ms, n request_us) + k kv_ns)
 
-(the roofline of decoding: the weights are read once for all trajectories, keys and values by each); a prefill takes
-`prefill_us` per token. A group prefills its prompt once. Trajectories enter as long as the cache has room for them and a
+(the roofline of decoding: the weights are read once for all trajectories, keys and values by each; a host that launches every
+kernel may be slower); a prefill takes `prefill_us` per token. A group prefills its prompt once. Trajectories enter as long as the cache has room for them and a
 margin; when it is full, the newest is preempted and prefilled again later.
 """
 
@@ -72,6 +72,7 @@ class EmulatedDevice:
     def receive(self, sequence: EmulatedSequence) -> None:
         """Add a sequence whose keys and values are sent; the running ones are decoded meanwhile."""
         e = self.settings
+        assert e.kv_gb_s is not None, "keys and values are not sent on these devices"
         self._arrived_at = (
             max(self._arrived_at, self.seconds) + sequence.num_tokens * e.kv_token_bytes / e.kv_gb_s / 1e9
         )
@@ -104,9 +105,20 @@ class EmulatedDevice:
     def steps_s(self, num_running: int, load: int, num_steps: int) -> float:
         """Seconds of consecutive decode steps, the cache growing by one token per trajectory and step."""
         e = self.settings
-        base = e.step_ms * 1e-3 + max(e.weights_ms * 1e-3, num_running * e.request_us * 1e-6)
+        work = max(e.weights_ms * 1e-3, num_running * e.request_us * 1e-6)
+        base = e.step_ms * 1e-3 + work
         tokens = load * num_steps + num_running * num_steps * (num_steps - 1) / 2
-        return num_steps * base + tokens * e.kv_ns * 1e-9
+        return num_steps * base + tokens * e.kv_ns * 1e-9 + self._host_s(work, num_running, load, num_steps)
+
+    def _host_s(self, work: float, num_running: int, load: int, num_steps: int) -> float:
+        """Seconds for which the GPUs wait for the host in these steps: in the first ones, as a step grows with the cache."""
+        token_s = self.settings.kv_ns * 1e-9
+        missing = self.settings.host_ms * 1e-3 - work - load * token_s
+        if missing <= 0:
+            return 0.0
+        grown = num_running * token_s
+        num = min(num_steps, math.ceil(missing / grown)) if grown else num_steps
+        return num * missing - grown * num * (num - 1) / 2
 
     def recompute(self) -> None:
         """Drop the cache: the running trajectories, and those whose keys and values were sent, are prefilled again, in their order."""

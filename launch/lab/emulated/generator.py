@@ -88,7 +88,7 @@ class EmulatedGenerator:
         self.seed = recipe.run.seed
         self.clock = clock or REAL_TIME
         self.transfer = EmulatedTransfer(e, recipe.run.schedule)
-        layout = Layout.of(dummy_weights(e), torch.float32)
+        layout = Layout.of(dummy_weights(), torch.float32)
         reader = reader or WeightReader(fleet, layout, recipe.comm)
         self.weights = EmulatedWeights(reader, layout, self.clock, self.transfer.chain_s)
         self.device = EmulatedDevice(e, recipe.generator.num_slots)
@@ -164,7 +164,8 @@ class EmulatedGenerator:
             sequence = self.device.remove(number)
             if sequence is None:
                 continue
-            cache = torch.zeros(1) if with_cache and not sequence.num_missing else None
+            is_sent = with_cache and self.settings.kv_gb_s is not None and not sequence.num_missing
+            cache = torch.zeros(1) if is_sent else None
             prompt, tokens, logprobs = _content(sequence)
             states.append(SequenceState(number, 0, self._params.pop(number), prompt, tokens, logprobs, cache))
         return states

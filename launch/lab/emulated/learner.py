@@ -1,6 +1,6 @@
 """A trainer on emulated devices: `trainer.engine=emulated`. It fetches rows and sleeps instead of computing."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,11 +12,12 @@ from ....comm.clock import REAL_TIME, Clock
 from ....comm.fleet import Fleet
 from ....comm.recipe import Recipe
 from ....relay.queue.batch import Batch
+from ....relay.queue.micro_batches import Sized, rounds
 from ....relay.weights.layout import Layout
 from ....relay.weights.publisher import WeightPublisher
 from ....trainer.actor_group import ActorGroup
 from ....trainer.step_metrics import StepMetrics
-from ..settings import lab_of
+from ..settings import LabSettings, lab_of
 from .transfer import EmulatedTransfer, dummy_weights
 
 _VERSION_FILE = "version"
@@ -39,16 +40,16 @@ class EmulatedLearner:
         e = lab_of(recipe.lab)
         self.group = ActorGroup(0, 1, torch.device("cpu"), recipe.comm.deadline_s)
         self.version = 0
+        self._settings = e
         self._token_s = e.train_us * 1e-6 / e.train_gpus
-        self._micro_batch_s = e.micro_batch_s
-        self._update_s = e.update_s
+        self._micro_tokens = recipe.optimizer.micro_batch
         self._update_ends = recipe.batch.update_ends
         self._num_groups = 0
         self._transfer = EmulatedTransfer(e, recipe.run.schedule)
         self._clock = clock or REAL_TIME
         self._until = self._clock.now()
         self._busy_s = 0.0
-        self._weights = dummy_weights(e)
+        self._weights = dummy_weights()
         layout = Layout.of(self._weights, torch.float32)
         self._publisher = publisher or WeightPublisher(fleet, layout, recipe.comm)
         self.num_bytes = layout.num_bytes
@@ -57,11 +58,10 @@ class EmulatedLearner:
         """Return when the devices would be done with the batch, and with the update that follows it."""
         self._begin()
         stats.add(batch)
-        num_tokens = sum(row.num_tokens for row in batch.rows)
-        self._sleep_for(num_tokens * self._token_s + len(batch.micro_batches) * self._micro_batch_s)
+        self._sleep_for(training_s(batch.rows, self._settings, self._micro_tokens))
         self._num_groups += len(batch.row_batch.groups)
         if self._num_groups in self._update_ends:
-            self._sleep_for(self._update_s)
+            self._sleep_for(self._settings.update_s)
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
         """Zeros, after the time of a forward pass, which is a third of a step's."""
@@ -112,3 +112,12 @@ class EmulatedLearner:
         self._until += seconds
         self._busy_s += seconds
         self._clock.sleep_until(self._until)
+
+
+def training_s(rows: Sequence[Sized], e: LabSettings, micro_tokens: int) -> float:
+    """Seconds of the micro-batches of these rows. In each one the ranks, which have whole rows, wait for the one with most tokens."""
+    dealt = rounds(rows, e.trainer_ranks, micro_tokens)
+    most = [max(sum(row.num_tokens for row in part) for part in parts) for parts in dealt]
+    token_s = e.train_us * 1e-6 / e.train_gpus * e.trainer_ranks
+    waits_s = sum(max(0.0, e.collectives_s - num * token_s) for num in most)
+    return sum(most) * token_s + len(dealt) * e.micro_batch_s + waits_s

@@ -6,6 +6,8 @@ from torch import Tensor
 from ....relay.queue.schedules import SCHEDULES
 from ..settings import LabSettings
 
+BUFFER_BYTES = 1 << 16
+
 
 class EmulatedTransfer:
     """Seconds that a version takes on each part of its way: by relays, or by a broadcast to all."""
@@ -26,6 +28,6 @@ class EmulatedTransfer:
             self.pull_s = settings.weights_gb / settings.gpus_per_rollout / settings.pull_gb_s
 
 
-def dummy_weights(settings: LabSettings) -> dict[str, Tensor]:
+def dummy_weights() -> dict[str, Tensor]:
     """The small buffer that is really pushed and pulled."""
-    return {"weights": torch.zeros(settings.buffer_kb * 256, dtype=torch.float32)}
+    return {"weights": torch.zeros(BUFFER_BYTES // 4, dtype=torch.float32)}

@@ -10,6 +10,7 @@ from ....comm.messages import TrainingDone, VersionReady
 from ....comm.recipe import Recipe
 from ....relay.hub.loop import open_hub
 from ..emulated.learner import EmulatedLearner
+from ..settings import lab_of
 from .network import VirtualFleet, VirtualMailboxes
 from .rollouts import VirtualRollout, VirtualTransfers, VirtualVersions
 from .training import VirtualPublisher, VirtualStream
@@ -31,7 +32,7 @@ class VirtualRun:
         self._everyone: dict[str, Member] = {}
         self._versions = VirtualVersions()
         self._relay = self._mailboxes.open("relay-0/weights")
-        self.hub = open_hub(self._fleet("hub"), recipe, self._clock)
+        self.hub = open_hub(self._fleet("hub"), _with_ranks(recipe), self._clock)
         self._mailboxes.wake["hub"] = self._handle
         self.rollouts = self._open_rollouts()
         fleet = self._fleet("actor")
@@ -77,3 +78,9 @@ class VirtualRun:
         self._relay.send("hub", VersionReady(version, ""))
         for rollout in self.rollouts:
             rollout.wake()
+
+
+def _with_ranks(recipe: Recipe) -> Recipe:
+    """The recipe for the hub, which counts a micro-batch for each rank: one process trains for all ranks here."""
+    micro_tokens = recipe.optimizer.micro_batch * lab_of(recipe.lab).trainer_ranks
+    return replace(recipe, optimizer=replace(recipe.optimizer, micro_tokens=micro_tokens))

@@ -24,8 +24,9 @@ class VirtualStream:
         self._world = world
         self._mailbox = mailbox
         self._num_steps = recipe.run.steps
-        self._micro_tokens = recipe.optimizer.micro_batch
-        self._prompt_tokens = lab_of(recipe.lab).prompt_tokens
+        e = lab_of(recipe.lab)
+        self._micro_tokens = recipe.optimizer.micro_batch * e.trainer_ranks
+        self._prompt_tokens = e.prompt_tokens
         self._longest = recipe.sampling.max_new_tokens
         self._ones = np.ones(self._longest, np.uint8)
         self._ahead: deque[Batch] = deque()

@@ -134,7 +134,8 @@ def compare(recipe: Recipe, arguments: argparse.Namespace) -> None:
             return list(variants(arguments.recipe, names, *sizes, overrides=arguments.overrides))
 
         if arguments.tune:
-            tune(experiment, entrants([name for name in arguments.only if name in SCHEDULES]), arguments.tune)
+            names = [name for name in arguments.only if name in SCHEDULES]
+            tune(experiment, entrants(names), arguments.tune, lab_of(recipe.lab).profile)
         seeds = range(recipe.run.seed, recipe.run.seed + arguments.seeds)
         results[num_gpus] = run_all(experiment, entrants(arguments.only), seeds, f"compare-{num_gpus}gpus")
         rows += rows_of(results[num_gpus], num_gpus)
@@ -213,7 +214,8 @@ def variants(
 
     Tuned knobs are those of the recipe's own devices, batch and lengths. A knob among the overrides is the user's.
     """
-    tuned = {} if other_devices(overrides) else read_tuned(recipe).get(key_of(num_gpus, groups), {})
+    profile = lab_of(read_recipe(recipe, overrides).lab).profile
+    tuned = {} if other_devices(overrides) else read_tuned(recipe).get(profile, {}).get(key_of(num_gpus, groups), {})
     for name in names:
         if name in REPACK:
             num_repack = repack_train_gpus + REPACK_ROLLOUTS * per_rollout
@@ -231,7 +233,7 @@ def variants(
         yield variant
 
 
-def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> None:
+def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int, profile: str) -> None:
     """Climb from each variant's present knobs with `budget` runs, and save the best beside the recipe."""
     for variant in entrants:
 
@@ -244,7 +246,7 @@ def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int) -> No
         most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
         knobs = variant.knobs
         best = climb(knobs, ladders(variant.name, knobs, most_rollouts, variant.num_groups), speed, budget)
-        save_tuned(experiment.recipe, key_of(variant.num_gpus, variant.groups), variant.name, best)
+        save_tuned(experiment.recipe, profile, key_of(variant.num_gpus, variant.groups), variant.name, best)
 
 
 def rows_of(results: Mapping[str, Result], num_gpus: int) -> Iterator[Measurement]:

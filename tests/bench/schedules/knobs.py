@@ -19,7 +19,7 @@ _MOVES = 4
 """Moves of the split in each direction."""
 KNOBS = ("roles.rollout", "generator.max_running", "queue.lead")
 """The settings of `Knobs`, in the order of its fields."""
-_SIZES = ("lab.train_gpus", "batch.prompts_per_step")
+_SIZES = ("lab.train_gpus", "lab.profile", "batch.prompts_per_step")
 """Settings that are in the key of tuned knobs, or change nothing of their runs."""
 
 
@@ -47,8 +47,8 @@ class Knobs(msgspec.Struct, frozen=True, omit_defaults=True):
         return " ".join(f"{key}={value}" for key, value in list(self.settings.items())[1:])
 
 
-Tuned = dict[str, dict[str, Knobs]]
-"""Knobs by devices and batch (see `key_of`) and entrant."""
+Tuned = dict[str, dict[str, dict[str, Knobs]]]
+"""Knobs by profile of the devices, by their number and batch (see `key_of`), and by entrant."""
 
 
 def ladders(entrant: str, start: Knobs, most_rollouts: int, groups: int) -> dict[str, Ladder]:
@@ -97,8 +97,8 @@ def read_tuned(recipe: str) -> Tuned:
     return msgspec.json.decode(path.read_bytes(), type=Tuned) if path.exists() else {}
 
 
-def save_tuned(recipe: str, key: str, entrant: str, knobs: Knobs) -> None:
+def save_tuned(recipe: str, profile: str, key: str, entrant: str, knobs: Knobs) -> None:
     """Keep the knobs of an entrant beside those of others."""
     found = read_tuned(recipe)
-    found.setdefault(key, {})[entrant] = knobs
+    found.setdefault(profile, {}).setdefault(key, {})[entrant] = knobs
     tuned_file(recipe).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")

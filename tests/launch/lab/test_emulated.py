@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.emulated_run import FAST
 from support.system import System
 
@@ -15,9 +16,9 @@ from headrace.launch.config.checks.recipe import check_settings
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length
 from headrace.launch.lab.emulated.transfer import EmulatedTransfer
-from headrace.launch.lab.settings import LabSettings
+from headrace.launch.lab.settings import lab_of
 
-SETTINGS = LabSettings()
+SETTINGS = lab_of({"profile": "papers"})
 LONGEST = 16384
 
 
@@ -39,10 +40,18 @@ def test_the_curve_goes_through_the_published_points(batch: int, milliseconds: f
     assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.02)
 
 
-def test_a_stretch_takes_the_sum_of_its_steps():
-    device = EmulatedDevice(SETTINGS, 512)
+@pytest.mark.parametrize("host_ms", [0.0, 12.9, 1000.0])
+def test_a_stretch_takes_the_sum_of_its_steps(host_ms: float):
+    device = EmulatedDevice(structs.replace(SETTINGS, host_ms=host_ms), 512)
     steps = sum(device.steps_s(300, 1000 + 300 * i, 1) for i in range(50))
     assert device.steps_s(300, 1000, 50) == pytest.approx(steps)
+
+
+def test_a_host_that_launches_each_kernel_hides_behind_slower_gpus():
+    device = EmulatedDevice(structs.replace(SETTINGS, host_ms=16.8, step_ms=1.0), 512)
+    assert device.steps_s(8, 8 * 1000, 1) == pytest.approx(17.8e-3)
+    full = 1e-3 + 9.9e-3 + 500_000 * 30.5e-9
+    assert device.steps_s(200, 500_000, 1) == pytest.approx(full)
 
 
 def test_the_length_of_a_stretch_does_not_change_the_devices_time():
@@ -56,7 +65,7 @@ def test_the_length_of_a_stretch_does_not_change_the_devices_time():
 
 
 def test_a_full_cache_preempts_the_newest_and_loses_no_trajectory():
-    settings = LabSettings(kv_tokens=5000)
+    settings = structs.replace(SETTINGS, kv_tokens=5000)
     device = EmulatedDevice(settings, 512)
     device.add(sequences(60, limit=400))
     done = finish_all(device)
@@ -96,7 +105,7 @@ def test_keys_and_values_that_are_sent_arrive_beside_decoding_one_sequence_after
     moved = [EmulatedSequence(number, 100, 9000, num_new=5000) for number in (1, 2)]
     for sequence in moved:
         device.receive(sequence)
-    one_s = 5100 * SETTINGS.kv_token_bytes / SETTINGS.kv_gb_s / 1e9
+    one_s = 5100 * SETTINGS.kv_token_bytes / 50e9
     assert [sequence.arrives_at - began for sequence in moved] == pytest.approx([one_s, 2 * one_s])
     device.advance(1)
     assert (len(device.running), device.seconds - began) == (1, pytest.approx(device.steps_s(1, 110, 1)))
@@ -160,7 +169,9 @@ def test_emulated_devices_run_in_the_real_system_on_the_same_lengths(tmp_path: P
     assert summary["accounting"]["trained"] == 3 * 16 and summary["accounting"]["holds"]
     rows = [json.loads(line) for line in (system.dir / "metrics.jsonl").read_text().splitlines()]
     if schedule == "one_step":
-        lengths = [response_length(0, n, LabSettings(median_tokens=200), 2000) for n in group_numbers(system)]
+        lengths = [
+            response_length(0, n, structs.replace(SETTINGS, median_tokens=200), 2000) for n in group_numbers(system)
+        ]
         assert rows[0]["response_length/mean"] == pytest.approx(np.mean(lengths))
     assert all(row["timing_s/step"] > row["timing_s/update_actor"] > 0 for row in rows)
     lines = [json.loads(line) for line in (system.dir / "trace" / "rollout-0.jsonl").read_text().splitlines()]

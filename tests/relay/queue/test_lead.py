@@ -38,7 +38,7 @@ class Job:
             "data.path": folder / "prompts.jsonl", "roles.rollout": self.rollouts, "batch.prompts_per_step": GROUPS,
             "batch.samples_per_prompt": SAMPLES, "queue.lead": lead, "queue.filter_zero_std": bool(self.filtered),
             "generator.max_running": 16, "sampling.max_new_tokens": 16384, "optimizer.micro_tokens": 16384,
-            "repack.period_s": 0, "lab.train_us": 820 * 32, "lab.train_gpus": self.gpus,
+            "repack.period_s": 0, "lab.profile": "papers", "lab.train_us": 820 * 32, "lab.train_gpus": self.gpus,
             "lab.request_us": 41 * 32, "lab.weights_ms": 11.5, "lab.kv_ns": 0, "lab.prefill_us": 0,
             "lab.prompt_tokens": 1, "lab.chain_gb_s": 1e6, "lab.pull_gb_s": 1e6, "lab.stretch": 128,
         }  # fmt: skip
