@@ -12,16 +12,8 @@ from ...comm.messages import RowId
 from ...relay.journal.events import Leased, RowReady
 from ...relay.journal.files import read_events
 from ..config.run_folder import JOURNAL_FILE, METRICS_FILE
+from ..report.planned import measured_steps
 from ..report.timeline import Span, Timeline
-
-WARM_UP_STEPS = 3
-"""First steps, which do not count: the rollouts still generate in step with each other."""
-LAST_STEPS = 2
-"""Last steps, which do not count: the rollouts begin nothing new."""
-WARM_UP_SHARE = 5 / 12
-"""`WARM_UP_STEPS` as a share of a longer run: on many devices a trajectory lasts many steps."""
-LAST_SHARE = 1 / 6
-"""`LAST_STEPS` as a share of a longer run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +79,8 @@ def window_of(timeline: Timeline, num_steps: int, begun: int = 0) -> Window:
     for span in timeline.spans["actor-0"]:
         if "step" in span.facts:
             starts.setdefault(span.facts["step"], span.start)
-    num = num_steps - begun
-    first = begun + max(WARM_UP_STEPS, int(num * WARM_UP_SHARE))
-    last = num_steps - max(LAST_STEPS, int(num * LAST_SHARE))
-    assert first < last, f"{num} steps are too few to measure"
+    first, last = measured_steps(num_steps, begun)
+    assert first < last, f"{num_steps - begun} steps are too few to measure"
     return Window(first, last, starts[first], starts[last])
 
 

@@ -13,24 +13,35 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 from msgspec import structs
 
 from ...comm.errors import SettingError
-from ...comm.recipe import Recipe
+from ...comm.recipe import Recipe, ScheduleName
+from ...relay.queue.schedules import SCHEDULES
 from ...trainer.policy.checkpoint_files import find_checkpoint
 from ..config.gpus import Gpus
 from ..config.load import read_recipe, recipe_yaml
 from ..config.memory_plan import MemoryPlan
 from ..config.model_files import read_config
-from ..config.run_folder import CONFIG_FILE
+from ..config.run_folder import CONFIG_FILE, read_summary
 from ..placement import place_ranks
 from ..recipes.names import find_recipe
+from ..report.planned import (
+    LAST_STEPS,
+    PREDICTION_FILE,
+    WARM_UP_STEPS,
+    Prediction,
+    plan_folder,
+    settles,
+    with_prediction,
+)
 from .devices import Devices
 from .emulated.transfer import EmulatedTransfer
 from .experiment import Experiment
-from .figures import LAST_STEPS, WARM_UP_STEPS, Figures, figures_of
+from .figures import Figures, figures_of
 from .profile import emulated_recipe, measured_part, profile_of, relay_seconds
 from .settings import lab_of
 from .tuning import Knobs, climb
@@ -41,6 +52,8 @@ MOST_STEPS = 24
 LEAST_STEPS = WARM_UP_STEPS + LAST_STEPS + 1
 WORTH = 1.01
 """Smallest gain in tokens/s for which a larger micro-batch is proposed."""
+SCHEDULE_WORTH = 1.03
+"""Smallest gain in tokens/s for which another schedule is proposed."""
 RELAY_BUSY = 0.5
 """Busy share above which a relay, which uses one CPU core, counts as too busy."""
 
@@ -61,14 +74,40 @@ class Simulation:
         (folder / "devices.yaml").write_text(text, encoding="utf-8")
         return Simulation(devices, Experiment(str(folder / "devices.yaml"), [], folder))
 
+    @property
+    def schedule(self) -> ScheduleName:
+        return self.devices.recipe.run.schedule
+
     def figures(self, knobs: Knobs, times: int = 1) -> Figures:
-        """The figures of a run whose micro-batches are `times` as large as the recipe's; all GPUs that train share one."""
+        """The figures of a run whose micro-batches are `times` as large as the recipe's; one rank's GPUs share one."""
         recipe = self.devices.recipe
         train_gpus = self.devices.train_gpus(knobs)
-        micro_tokens = max(1, times * recipe.optimizer.micro_batch * train_gpus // lab_of(recipe.lab).train_gpus)
+        own = lab_of(recipe.lab)
+        ranks = lab_of({**recipe.lab, "train_gpus": train_gpus}).trainer_ranks
+        shared = times * recipe.optimizer.micro_batch * own.trainer_ranks * train_gpus
+        micro_tokens = max(1, shared // (own.train_gpus * ranks))
         settings = {**knobs.settings, "lab.train_gpus": train_gpus, "optimizer.micro_tokens": micro_tokens}
         folder = "-".join(f"{value}{key.split('.')[1]}" for key, value in settings.items())
         return self.experiment.run(folder, settings)
+
+    def with_schedule(self, name: ScheduleName) -> "Simulation":
+        """Runs of the same devices with another schedule, without the settings that this one may not have."""
+        recipe = self.devices.recipe
+        if name == recipe.run.schedule:
+            return self
+        has_barrier = SCHEDULES[name].staleness is not None
+        other = structs.replace(
+            recipe,
+            run=structs.replace(recipe.run, schedule=name),
+            queue=structs.replace(recipe.queue, max_staleness=None, lead="auto") if has_barrier else recipe.queue,
+            rollout=structs.replace(recipe.rollout, max_age=None),
+        )
+        return Simulation.of(Devices(other, self.devices.num_gpus), self.experiment.home.parent)
+
+    def schedules(self, knobs: Knobs) -> "dict[ScheduleName, Figures]":
+        """The figures of each schedule with the same knobs."""
+        names: tuple[ScheduleName, ...] = get_args(ScheduleName)
+        return {name: self.with_schedule(name).figures(knobs) for name in names}
 
     def best(self, budget: int) -> Knobs:
         """The fastest knobs that a climb of at most `budget` runs finds from the balanced ones."""
@@ -125,7 +164,7 @@ def plan(arguments: argparse.Namespace) -> None:
     steps = min(recipe.run.steps, MOST_STEPS) if arguments.steps is None else arguments.steps
     if steps < LEAST_STEPS or arguments.runs < 1:
         raise SettingError(f"--steps (or run.steps): at least {LEAST_STEPS}, to be measured; --runs: at least 1")
-    home = Path(f"{recipe.run.dir}-plan")
+    home = plan_folder(recipe.run.dir)
     run = arguments.run
     if run is None and not recipe.is_emulated:
         run = home / "warm-up"
@@ -139,13 +178,22 @@ def plan(arguments: argparse.Namespace) -> None:
         simulation = Simulation.of(Devices.of(own), home)
         predicted = simulation.figures(simulation.devices.own)
         print("\n".join(comparison(predicted, measured_figures(run), simulation.devices)), flush=True)
+        if (summary := read_summary(run)) is not None:
+            with_prediction(run, summary, prediction_of(predicted))
         if not recipe.is_emulated:
             job = MeasuredJob(recipe, relay_seconds(run, measured.roles.relay or 1), measured.roles.relay or 1)
         recipe = _emulated(recipe, run, measured, steps)
     else:
         recipe = structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
     simulation = Simulation.of(Devices.of(recipe, arguments.gpus), home)
-    print("\n".join(proposal(simulation, simulation.best(arguments.runs), job)))
+    best = simulation.best(arguments.runs)
+    speeds = simulation.schedules(best)
+    print("\n".join(schedule_lines(simulation.schedule, speeds)), flush=True)
+    fastest = max(speeds, key=lambda name: speeds[name].tokens_per_s)
+    if speeds[fastest].tokens_per_s > SCHEDULE_WORTH * speeds[simulation.schedule].tokens_per_s:
+        simulation = simulation.with_schedule(fastest)
+        best = simulation.best(arguments.runs)
+    print("\n".join(proposal(simulation, best, job, home)))
 
 
 def _recipe_of(run: Path) -> Recipe:
@@ -158,8 +206,8 @@ def _recipe_of(run: Path) -> Recipe:
 def _emulated(recipe: Recipe, run: Path, measured: Recipe, steps: int) -> Recipe:
     """A recipe on the devices that `run` measured; those of an emulated run are known."""
     if measured.is_emulated:
-        devices = structs.replace(lab_of(measured.lab), train_gpus=lab_of(recipe.lab).train_gpus)
-        recipe = structs.replace(recipe, lab=msgspec.to_builtins(devices))
+        devices = {**measured.lab, "train_gpus": lab_of(recipe.lab).train_gpus}
+        recipe = structs.replace(recipe, lab=devices)
     else:
         recipe = emulated_recipe(recipe, profile_of(run, measured))
     return structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
@@ -181,8 +229,24 @@ def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Itera
     yield ""
 
 
-def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> Iterator[str]:
-    """The proposed settings, and their figures beside those of the present split, where that is one of these devices."""
+def schedule_lines(own: ScheduleName, speeds: Mapping[ScheduleName, Figures]) -> Iterator[str]:
+    """The schedules with the same split, the fastest first."""
+    yield "schedules with that split, tokens/s (mean staleness):"
+    for name in sorted(speeds, key=lambda name: -speeds[name].tokens_per_s):
+        mark = "  the recipe's" if name == own else ""
+        yield f"  {name:12}{speeds[name].tokens_per_s:>12,.0f}{f'({speeds[name].mean_staleness:.2f})':>8}{mark}"
+    yield ""
+
+
+def prediction_of(figures: Figures, settings: Mapping[str, object] | None = None) -> Prediction:
+    return Prediction(dict(settings or {}), figures.tokens_per_s, figures.step_s, figures.mean_staleness)
+
+
+def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None, home: Path | None = None) -> Iterator[str]:
+    """The proposed settings, and their figures beside those of the present split, where that is one of these devices.
+
+    Under `home` it keeps the prediction for a run with these settings.
+    """
     devices = simulation.devices
     e = lab_of(devices.recipe.lab)
     own = devices.own
@@ -197,6 +261,12 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> It
     yield from _table(
         {name: tuple(cells[name] for cells in columns.values()) for name in columns["proposed"]}, [*columns]
     )
+    if not settles(found.mean_staleness, devices.recipe.run.steps):
+        yield (
+            f"too few steps: with a staleness of {found.mean_staleness:.1f} the queue still grows in a simulated run of"
+            f" {devices.recipe.run.steps} steps, so these figures are too low; give --steps"
+            f" {math.ceil(6 * found.mean_staleness)} or more"
+        )
     relays = devices.recipe.roles.relay
     transfer = EmulatedTransfer(e, devices.recipe.run.schedule)
     weights_s = transfer.push_s + transfer.chain_s + transfer.pull_s
@@ -206,13 +276,20 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None) -> It
         relays = enough if enough > job.num_relays else relays
         yield f"relays: {job.num_relays}, busy {busy:.1%} of the time at that speed; needed: {enough}"
         yield _micro_batch_line(e.micro_batch_s, found, most)
-    yield "settings: " + " ".join((
-        f"{'lab.train_gpus' if job is None else 'roles.actor'}={devices.train_gpus(best)}",
-        f"roles.relay={msgspec.json.encode(relays).decode()}",
-        f"roles.rollout={best.rollouts * (1 if job is None else e.gpus_per_rollout)}",
-        f"generator.max_running={best.max_running}",
-        f"optimizer.micro_tokens={int(min(times * micro_tokens, math.inf if most is None else most))}",
-    ))  # fmt: skip
+    micro = int(min(times * micro_tokens, math.inf if most is None else most))
+    train_gpus = devices.train_gpus(best)
+    found_settings = {
+        "run.schedule": simulation.schedule,
+        "lab.train_gpus" if job is None else "roles.actor": train_gpus,
+        "roles.relay": msgspec.json.encode(relays).decode(),
+        "roles.rollout": best.rollouts * (1 if job is None else e.gpus_per_rollout),
+        "generator.max_running": best.max_running,
+        "optimizer.micro_tokens": micro,
+    }
+    yield "settings: " + " ".join(f"{key}={value}" for key, value in found_settings.items())
+    if home is not None:
+        kept = {key: value for key, value in found_settings.items() if key not in ("roles.relay", "lab.train_gpus")}
+        (home / PREDICTION_FILE).write_bytes(msgspec.json.encode(prediction_of(found, kept)))
 
 
 def most_micro_tokens(recipe: Recipe) -> int | None:

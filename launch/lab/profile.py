@@ -20,8 +20,9 @@ from ...comm.recipe import Recipe
 from ...relay.journal.events import Leased, RowReady
 from ...relay.journal.files import read_events
 from ..config.run_folder import JOURNAL_FILE, METRICS_FILE
+from ..report.planned import LAST_STEPS, WARM_UP_STEPS
 from ..report.timeline import Span, Timeline
-from .figures import LAST_STEPS, WARM_UP_STEPS, Window, window_of
+from .figures import Window, window_of
 from .settings import LabSettings
 
 MOST_LENGTHS = 256

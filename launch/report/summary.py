@@ -11,6 +11,7 @@ from ..config.run_folder import SUMMARY_FILE, read_summary
 from ..processes.child import print_message
 from .leavings import tidy
 from .peak_memory import memory_row, merge_peaks
+from .planned import planned_text, with_prediction
 
 MOST_FILES = 2
 """Most files of held-out prompts in the table, which fits on a screen with the last steps."""
@@ -24,6 +25,7 @@ def print_summary(run_dir: Path, *, with_trace: bool = False) -> dict[str, Any] 
     """
     summary = read_summary(run_dir)
     if summary is not None:
+        summary = with_prediction(run_dir, summary)
         show_summary(summary, run_dir)
         tidy(run_dir, summary, with_trace=with_trace)
     return summary
@@ -62,6 +64,7 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
         "model": export,
         "use it": f'transformers.pipeline("text-generation", {json.dumps(export)})' if export else "",
         "time": f"{duration(summary.get('time_s', 0))}, {summary.get('tokens_per_s', 0):,.0f} tokens/s",
+        "plan": planned_text(summary),
         "run": f"{summary.get('status')} after {summary.get('steps')} steps, in {run_dir}",
         "advice": str(summary.get("advice") or ""),
         "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),

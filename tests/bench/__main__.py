@@ -3,10 +3,11 @@
     python tests/bench [WORKLOAD ...] [--list] [--runs N] [--json FILE]
     python tests/bench curves --help
     python tests/bench compare --help
+    python tests/bench sensitivity --help
 
 WORKLOAD is a name that `--list` shows: a workload, a group of workloads, or a row, which runs its workload. Without a name
 all workloads run. `curves` runs and draws the learning curves of docs/use/results.md, `compare` the schedules on emulated
-devices (docs/develop/lab.md).
+devices, `sensitivity` what follows from each of their constants (docs/develop/lab.md).
 """
 
 import argparse
@@ -203,9 +204,9 @@ def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Pa
 if __name__ == "__main__":
     if sys.argv[1:2] == ["curves"]:  # in the environment of a user's run
         sys.exit(import_module("bench.curves").main(sys.argv[2:]))
-    if sys.argv[1:2] == ["compare"]:
+    if sys.argv[1:2] in (["compare"], ["sensitivity"]):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the present run like Ctrl-C
-        sys.exit(import_module("bench.schedules.compare").main(sys.argv[2:]))
+        sys.exit(import_module(f"bench.schedules.{sys.argv[1]}").main(sys.argv[2:]))
     wanted = {"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT}
     if wanted != dict(os.environ):  # the C library reads its tunables when a process starts
         os.execve(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:]], wanted)

@@ -39,7 +39,8 @@ def result(tokens_per_s: float, *, weight_wait_s: float = 10.0, kv_util: float =
         latency_s=80.0,
         staleness={"0": 0.5, "2": 0.5},
     )
-    return Result(Path("runs/x"), 8, 32, figures, MoreFigures(kv_util, 0.1, weight_wait_s, 300.0))
+    more = MoreFigures(kv_util, 0.1, weight_wait_s, 300.0, whole_tokens_per_s=tokens_per_s / 2)
+    return Result(Path("runs/x"), 8, 32, figures, more)
 
 
 def virtual_run(folder: Path, **settings: object) -> Recipe:
@@ -126,6 +127,17 @@ def test_a_row_of_too_few_steps_for_its_staleness_is_marked():
     short = replace(result(1000), more=result(1000).more._replace(is_settled=False))
     lines = table({"headrace": short, "partial": result(1000)}).splitlines()
     assert "| 100 TOO FEW STEPS |" in lines[2] and "TOO FEW" not in lines[3]
+
+
+def test_a_row_has_the_whole_run_beside_its_measured_part():
+    base, ours = result(1000), result(1800)
+    ours = replace(ours, more=ours.more._replace(whole_tokens_per_s=1100))
+    assert "| 1,800 | 1.80 | 1,100 (2.20) |" in table({"sync-colocated": base, "headrace": ours})
+
+
+def test_staleness_is_bounded_at_four_beside_the_default():
+    bounded, free = variants(str(RECIPE), ["headrace-4", "headrace"], 64, 4)
+    assert bounded.settings == free.settings | {"queue.max_staleness": 4}
 
 
 def test_of_several_seeds_the_table_shows_the_median_and_the_spread():

@@ -28,7 +28,9 @@ from .plots import draw_comparison, draw_scaling, pyplot
 from .results import Result, run_variant
 from .scaling import curves_of, scaling_table
 
-SCHEDULES = ("sync-colocated", *schedules.SCHEDULES)
+BOUNDED = "headrace-4"
+"""`headrace` with a staleness of at most 4, which published runs keep (Laminar, Table 3)."""
+SCHEDULES = ("sync-colocated", *schedules.SCHEDULES, BOUNDED)
 REPACK = ("repack-off", "repack-on")
 ABLATION = {
     "sync": "whole-batch barrier",
@@ -75,16 +77,21 @@ class Variant:
         return self.num_gpus if is_colocated else self.num_gpus - self.gpus_per_rollout * self.knobs.rollouts
 
     @property
+    def schedule(self) -> str:
+        others = {"sync-colocated": "sync", **dict.fromkeys((*REPACK, BOUNDED), "headrace")}
+        return others.get(self.name, self.name)
+
+    @property
     def settings(self) -> dict[str, object]:
         is_colocated = self.name == "sync-colocated"
-        is_repack = self.name in REPACK
         return {
-            "run.schedule": "sync" if is_colocated else "headrace" if is_repack else self.name,
+            "run.schedule": self.schedule,
             **self.knobs.settings,
             "batch.prompts_per_step": self.num_groups,
             "lab.train_gpus": self.train_gpus,
             "lab.colocated": str(is_colocated).lower(),
             **({"repack.period_s": 0} if self.name == "repack-off" else {}),
+            **({"queue.max_staleness": 4} if self.name == BOUNDED else {}),
         }
 
 
@@ -222,7 +229,9 @@ def variants(
             yield Variant(name, num_repack, Knobs(REPACK_ROLLOUTS), per_rollout)
             continue
         is_colocated = name == "sync-colocated"
-        knobs = tuned.get(name, Knobs(num_gpus // (1 if is_colocated else 2) // per_rollout))
+        knobs = tuned.get(
+            "headrace" if name == BOUNDED else name, Knobs(num_gpus // (1 if is_colocated else 2) // per_rollout)
+        )
         knobs = knobs.without([word for word in overrides if not (is_colocated and word.startswith("roles.rollout="))])
         variant = Variant(name, num_gpus, knobs, per_rollout, groups)
         if knobs.rollouts < 1 or variant.train_gpus < 1:
@@ -245,7 +254,8 @@ def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int, profi
 
         most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
         knobs = variant.knobs
-        best = climb(knobs, ladders(variant.name, knobs, most_rollouts, variant.num_groups), speed, budget)
+        entrant = variant.name if variant.name == "sync-colocated" else variant.schedule
+        best = climb(knobs, ladders(entrant, knobs, most_rollouts, variant.num_groups), speed, budget)
         save_tuned(experiment.recipe, profile, key_of(variant.num_gpus, variant.groups), variant.name, best)
 
 
@@ -282,6 +292,7 @@ def table(results: Mapping[str, Result]) -> str:
             "knobs": result.knobs or "-",
             "tokens/s": f"{f.tokens_per_s:,.0f}{spread(result)}",
             "over sync-colocated": f"{f.tokens_per_s / base.figures.tokens_per_s:.2f}" if base else "-",
+            "whole run (over its)": whole_run(result, base),
             "s/step": f"{f.step_s:.0f}{'' if result.more.is_settled else ' TOO FEW STEPS'}",
             "idle trainer": f"{f.idle_actor:.1%}",
             "idle rollouts": f"{f.idle_rollout:.1%}",
@@ -294,6 +305,12 @@ def table(results: Mapping[str, Result]) -> str:
         rows.append(cells)
     lines = [rows[0], ["---"] * len(rows[0]), *(cells.values() for cells in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def whole_run(result: Result, base: Result | None) -> str:
+    """The tokens per second of the whole run, over those of the whole run of `base`."""
+    speed = result.more.whole_tokens_per_s
+    return f"{speed:,.0f}" + (f" ({speed / base.more.whole_tokens_per_s:.2f})" if base else "")
 
 
 def spread(result: Result) -> str:

@@ -1,10 +1,12 @@
 """Figures of a run that only a comparison shows: the cache, work done again, waiting for weights, and whether the run was long enough."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from headrace.launch.lab.figures import Figures, Window, latencies, window_of
+from headrace.launch.report.planned import settles
 from headrace.launch.report.timeline import CounterSample, Span, Timeline
 
 
@@ -19,26 +21,28 @@ class MoreFigures(NamedTuple):
     longest_s: float
     """The longest time from a trajectory's lease to its end."""
     is_settled: bool = True
-    """As much work is under way as in a longer run: trajectories that last for s steps fill the queue in about 2 s, and in the
-    last s steps no new work starts. These steps have to be outside of the window."""
+    """Whether the run was long enough for its staleness."""
+    whole_tokens_per_s: float = 0.0
+    """Tokens per second of the whole run, with the steps that fill the queue and those in which it drains."""
 
 
 def more_figures(run_dir: Path, figures: Figures, prefill_s: float) -> MoreFigures:
     """Those of a finished run; `prefill_s` is the time that a token's prefill takes."""
     timeline = Timeline.read(run_dir)
-    num_steps = len((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    num_steps = len(steps)
+    num_tokens = sum(step["perf/throughput"] * step["timing_s/step"] for step in steps)
     window = window_of(timeline, num_steps)
     rollouts = [name for name in timeline.spans if name.startswith("rollout")]
     waits = [weight_wait_s(timeline.spans[name], window) for name in rollouts]
     kv_utils = [util for name in rollouts for util in _inside(timeline.samples[name], "kv_util", window)]
-    before = window.first
-    after = num_steps - window.last
     return MoreFigures(
         kv_util=sum(kv_utils) / max(len(kv_utils), 1),
         recompute_share=_growth([timeline.samples[name] for name in rollouts], "recomputed", window) * prefill_s,
         weight_wait_s=sum(waits) / len(waits) / (window.last - window.first),
         longest_s=max(latencies(run_dir, window).values(), default=0.0),
-        is_settled=2 * figures.mean_staleness <= before and figures.mean_staleness <= after,
+        is_settled=settles(figures.mean_staleness, num_steps),
+        whole_tokens_per_s=num_tokens / sum(step["timing_s/step"] for step in steps),
     )
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
@@ -25,6 +26,8 @@ from headrace.launch.lab.profile import (
 from headrace.launch.lab.settings import lab_of
 from headrace.launch.lab.tuning import Knobs
 from headrace.launch.lab.virtual.run import VirtualRun
+from headrace.launch.report.planned import PREDICTION_FILE, Prediction
+from headrace.relay.queue.schedules import SCHEDULES
 
 DEVICES = {
     "lab.step_ms": 4,
@@ -114,7 +117,7 @@ def test_a_simulation_of_the_measured_devices_repeats_the_run(tmp_path: Path):
     *_, weights, relays, micro_batches, settings = proposal(again, again.devices.own, job)
     assert weights.startswith("weights: ") and micro_batches.startswith("micro-batches: ")
     assert relays.startswith("relays: 1, busy 4.") and relays.endswith("needed: 1")
-    assert settings.startswith("settings: roles.actor=3 roles.relay=null roles.rollout=3 ")
+    assert settings.startswith("settings: run.schedule=headrace roles.actor=3 roles.relay=null roles.rollout=3 ")
 
 
 def test_relays_are_added_where_the_present_ones_would_be_busy_for_half_of_their_time():
@@ -202,7 +205,32 @@ def test_the_command_predicts_a_finished_run_and_proposes_a_split(tmp_path: Path
     assert main([str(path), f"run.dir={tmp_path / 'job'}", "--from", str(tmp_path / "run"), "--runs", "2"]) == 0
     out = capsys.readouterr().out
     assert "predicted over measured tokens/s: 1.000" in out
-    assert "proposed for 6 GPUs: actor " in out and "settings: lab.train_gpus=" in out
+    assert "proposed for 6 GPUs: actor " in out and "settings: run.schedule=" in out and " lab.train_gpus=" in out
+    assert all(f"\n  {name} " in out for name in SCHEDULES), "each schedule with the same split"
+    settings = dict(word.split("=") for word in out.splitlines()[-1].removeprefix("settings: ").split())
+    kept = msgspec.json.decode((tmp_path / "job-plan" / PREDICTION_FILE).read_bytes(), type=Prediction)
+    assert {key: str(value) for key, value in kept.settings.items()}.items() <= settings.items()
+
+
+def test_a_plan_says_when_its_runs_are_too_short_to_settle(tmp_path: Path):
+    def lines(num_steps: int) -> str:
+        recipe = recipe_of(tmp_path, lab__train_us=500, lab__p99_over_median=30, run__steps=num_steps)
+        simulation = Simulation.of(Devices.of(recipe), tmp_path / "plan")
+        return "\n".join(proposal(simulation, simulation.devices.own, None))
+
+    assert "too few steps: with a staleness of " in lines(8)
+    assert "too few steps" not in lines(40)
+
+
+def test_a_plan_proposes_another_schedule_where_it_is_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = recipe_of(tmp_path / "job", run__schedule="sync", run__steps=8)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_yaml(recipe))
+    assert main([str(path), "--runs", "2"]) == 0
+    out = capsys.readouterr().out
+    mine = next(line for line in out.splitlines() if line.endswith("  the recipe's"))
+    assert mine.split()[0] == "sync"
+    assert "settings: run.schedule=sync " not in out
 
 
 @pytest.mark.parametrize(("gpus_per_rollout", "seconds"), [(1, "1.58"), (2, "1.32")])
