@@ -60,6 +60,10 @@ class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The 99th percentile of the lengths over their median, before the limit."""
     lengths: tuple[Count, ...] = ()
     """Measured lengths of responses, equally probable, instead of the log-normal ones."""
+    turns: Count = 1
+    """Equal turns of a response; after each but the last one it waits for a tool, with its cache, and decodes nothing."""
+    tool_s: NotNegative = 0.0
+    """Median seconds of a tool's answer, log-normal with a 99th percentile of 10 times that."""
     train_us: NotNegative
     """Microseconds of one GPU to train one token of prompt or response."""
     trainer_ranks: Count

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ...comm.disk import write_durably
+from ...relay.checkpoints import write_durably
 from ..config.load import read_recipe
 from ..config.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 

@@ -7,6 +7,9 @@ A decode step of n trajectories over k cached tokens takes
 (the roofline of decoding: the weights are read once for all trajectories, keys and values by each; a host that launches every
 kernel may be slower); a prefill takes `prefill_us` per token. A group prefills its prompt once. Trajectories enter as long as the cache has room for them and a
 margin; when it is full, the newest is preempted and prefilled again later.
+
+With `lab.turns` a trajectory waits for a tool after each turn. It keeps its cache until others need it, and no place in the batch, as
+in the program's engine; then it queues like a new one.
 """
 
 import heapq
@@ -22,6 +25,10 @@ from ..settings import LabSettings
 
 MARGIN_TOKENS = 16
 """Free tokens in the cache per running trajectory, required for another one to enter."""
+TOOL_P99 = 10.0
+"""The 99th percentile of a tool's seconds over their median (Laminar, figure 2)."""
+IDLE_S = 0.5
+"""Most seconds for which a device that waits for tools alone hears no messages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +47,8 @@ class EmulatedSequence:
     """Seconds of the device's work after which its keys and values are there, if they are sent."""
     entered_at: int = 0
     """Decode steps of the device when it entered."""
+    stop: int = 0
+    """Tokens of the response at which its present turn ends."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,12 +58,18 @@ class EmulatedSequence:
 class EmulatedDevice:
     """`waiting` (oldest first) and `running` trajectories; `load` tokens in the cache; `seconds` of work so far."""
 
-    def __init__(self, settings: LabSettings, max_running: int) -> None:
+    def __init__(self, settings: LabSettings, max_running: int, seed: int = 0) -> None:
+        """seed: of the tools' times."""
         self.settings = settings
+        self._seed = seed
         self.max_running = max_running
         self.waiting: deque[EmulatedSequence] = deque()
         self.running: dict[int, EmulatedSequence] = {}
         """The running sequences by trajectory, in order of entry."""
+        self.paused: dict[int, EmulatedSequence] = {}
+        """The sequences that wait for tools, by trajectory, in the order of their pauses; one without missing tokens has its cache."""
+        self._answers: list[tuple[float, int]] = []
+        """A heap of (seconds of the device at which a tool answers, trajectory)."""
         self.load = 0
         self._num_steps = 0
         self._ends: list[tuple[int, int]] = []
@@ -83,10 +98,15 @@ class EmulatedDevice:
         """Up to `num_steps` decode steps, with the trajectories that enter meanwhile; returns those that finished."""
         finished: list[EmulatedSequence] = []
         while num_steps > 0:
+            self._take_answers()
             self._enter()
             if not self.running:
+                if self.paused:
+                    self.seconds = min(self._answers[0][0], self.seconds + IDLE_S)
                 break
             room = (self.settings.kv_tokens - self.load) // len(self.running)
+            if room <= 0 and self._drop_paused():
+                continue
             if room == 0 and len(self.running) > 1:
                 self._preempt()
                 continue
@@ -127,6 +147,8 @@ class EmulatedDevice:
                 sequence.num_missing = sequence.num_tokens
                 sequence.arrives_at = 0.0
                 self.num_recomputed += sequence.num_missing
+        while self._drop_paused():
+            pass
         prompts: set[int] = set()
         running = [self._leave(number) for number in list(self.running)]
         for sequence in running:
@@ -139,7 +161,7 @@ class EmulatedDevice:
         self.waiting.extendleft(reversed(running))
 
     def remove(self, trajectory_id: int) -> EmulatedSequence | None:
-        """Take a trajectory off the device; None if it is not there."""
+        """Take a trajectory off the device; None if it is not there, or waits for a tool."""
         if trajectory_id in self.running:
             return self._leave(trajectory_id)
         for sequence in self.waiting:
@@ -158,11 +180,14 @@ class EmulatedDevice:
                 self.seconds = sequence.arrives_at
             margin = MARGIN_TOKENS * (len(self.running) + 1)
             if self.running and self.load + sequence.num_tokens + margin > self.settings.kv_tokens:
+                if self._drop_paused():
+                    continue
                 break
             self.waiting.popleft()
             self.running[sequence.trajectory_id] = sequence
             sequence.entered_at = self._num_steps
-            ends_at = self._num_steps + sequence.limit - sequence.num_new
+            sequence.stop = self._stop_of(sequence)
+            ends_at = self._num_steps + sequence.stop - sequence.num_new
             heapq.heappush(self._ends, (ends_at, sequence.trajectory_id))
             self.load += sequence.num_tokens
             self.seconds += sequence.num_missing * self.settings.prefill_us * 1e-6
@@ -179,8 +204,44 @@ class EmulatedDevice:
         self._num_steps += num_steps
         finished: list[EmulatedSequence] = []
         while self.running and self._first_end() <= self._num_steps:
-            finished.append(self._leave(self._ends[0][1]))
+            sequence = self._leave(self._ends[0][1])
+            if sequence.num_new < sequence.limit:
+                self._pause(sequence)
+            else:
+                finished.append(sequence)
         return finished
+
+    def _stop_of(self, sequence: EmulatedSequence) -> int:
+        """Tokens of the response at which its next turn ends."""
+        turns = self.settings.turns
+        ends = (sequence.limit * turn // turns for turn in range(1, turns + 1))
+        return next(end for end in ends if end > sequence.num_new or end == sequence.limit)
+
+    def _pause(self, sequence: EmulatedSequence) -> None:
+        number = sequence.trajectory_id
+        self.paused[number] = sequence
+        self.load += sequence.num_tokens
+        seconds = tool_seconds(self._seed, number, sequence.num_new, self.settings)
+        heapq.heappush(self._answers, (self.seconds + seconds, number))
+
+    def _take_answers(self) -> None:
+        """Queue the trajectories whose tools have answered."""
+        while self._answers and self._answers[0][0] <= self.seconds:
+            sequence = self.paused.pop(heapq.heappop(self._answers)[1])
+            if not sequence.num_missing:
+                self.load -= sequence.num_tokens
+                sequence.arrives_at = self.seconds  # its cache is here already
+            self.waiting.append(sequence)
+
+    def _drop_paused(self) -> bool:
+        """Drop the cache of the newest trajectory that waits for a tool; False if none has one."""
+        for sequence in reversed(self.paused.values()):
+            if not sequence.num_missing:
+                sequence.num_missing = sequence.num_tokens
+                self.num_recomputed += sequence.num_missing
+                self.load -= sequence.num_tokens
+                return True
+        return False
 
     def _leave(self, trajectory_id: int) -> EmulatedSequence:
         """Take a trajectory out of the batch."""
@@ -194,9 +255,15 @@ class EmulatedDevice:
         while True:
             end, number = self._ends[0]
             sequence = self.running.get(number)
-            if sequence is not None and sequence.entered_at + sequence.limit - sequence.num_new == end:
+            if sequence is not None and sequence.entered_at + sequence.stop - sequence.num_new == end:
                 return end
             heapq.heappop(self._ends)
+
+
+def tool_seconds(seed: int, trajectory_id: int, num_new: int, settings: LabSettings) -> float:
+    """Seconds of the tool that a trajectory asks after so many tokens: a function of these numbers alone."""
+    random = np.random.default_rng([seed, trajectory_id & (1 << 63) - 1, num_new])
+    return settings.tool_s * math.exp(math.log(TOOL_P99) / 2.3263 * random.standard_normal())
 
 
 def response_length(seed: int, trajectory_id: int, settings: LabSettings, longest: int) -> int:

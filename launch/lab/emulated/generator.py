@@ -91,7 +91,7 @@ class EmulatedGenerator:
         layout = Layout.of(dummy_weights(), torch.float32)
         reader = reader or WeightReader(fleet, layout, recipe.comm)
         self.weights = EmulatedWeights(reader, layout, self.clock, self.transfer.chain_s)
-        self.device = EmulatedDevice(e, recipe.generator.num_slots)
+        self.device = EmulatedDevice(e, recipe.generator.num_slots, recipe.run.seed)
         self.profile = None if e.batch_bound is None else GeneratorProfile(e.batch_bound, math.inf)
         self.context = 1 << 30
         self.kv_capacity = e.kv_tokens
@@ -114,7 +114,7 @@ class EmulatedGenerator:
 
     @property
     def idle(self) -> bool:
-        return not (self.device.running or self.device.waiting)
+        return not (self.device.running or self.device.waiting or self.device.paused)
 
     @property
     def kv_load(self) -> int:
@@ -138,12 +138,12 @@ class EmulatedGenerator:
 
     def unfinished(self) -> list[SequenceProgress]:
         device = self.device
-        unfinished = (*device.running.values(), *device.waiting)
+        unfinished = (*device.running.values(), *device.waiting, *device.paused.values())
         return [SequenceProgress(sequence.trajectory_id, device.num_tokens(sequence)) for sequence in unfinished]
 
     def responses(self) -> list[SequenceState]:
         states: list[SequenceState] = []
-        for sequence in (*self.device.running.values(), *self.device.waiting):
+        for sequence in (*self.device.running.values(), *self.device.waiting, *self.device.paused.values()):
             num_tokens = self.device.num_tokens(sequence) - sequence.num_prompt
             number = sequence.trajectory_id
             tokens = ([0] * sequence.num_prompt, [0] * num_tokens, [0.0] * num_tokens)

@@ -14,7 +14,7 @@ from support.system import System
 from headrace.comm.errors import SettingError
 from headrace.launch.config.checks.recipe import check_settings
 from headrace.launch.config.load import read_recipe
-from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length
+from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length, tool_seconds
 from headrace.launch.lab.emulated.transfer import EmulatedTransfer
 from headrace.launch.lab.settings import lab_of
 
@@ -28,7 +28,7 @@ def sequences(count: int, limit: int, num_prompt: int = 100) -> list[EmulatedSeq
 
 def finish_all(device: EmulatedDevice, num_steps: int = 32) -> list[EmulatedSequence]:
     done: list[EmulatedSequence] = []
-    while device.running or device.waiting:
+    while device.running or device.waiting or device.paused:
         done += device.advance(num_steps)
     return done
 
@@ -122,6 +122,53 @@ def test_a_device_without_other_work_waits_for_keys_and_values():
     device.receive(sequence)
     device.advance(1)
     assert device.seconds == pytest.approx(sequence.arrives_at + device.steps_s(1, 5100, 1))
+
+
+TOOLS = structs.replace(SETTINGS, turns=4, tool_s=30.0)
+
+
+def test_a_trajectory_waits_for_its_tools_with_its_cache_and_without_decoding():
+    device = EmulatedDevice(TOOLS, 512, seed=3)
+    device.add([EmulatedSequence(7, 100, 1000)])
+    done = finish_all(device)
+    assert [sequence.num_new for sequence in done] == [1000]
+    tools_s = sum(tool_seconds(3, 7, num, TOOLS) for num in (250, 500, 750))
+    decoded_s = device.steps_s(1, 100, 1000)
+    assert device.seconds == pytest.approx(tools_s + decoded_s) and tools_s > decoded_s
+    assert (device.load, device.num_recomputed) == (0, 0)
+
+
+def test_others_decode_while_a_trajectory_waits_for_its_tool_even_in_its_place_in_the_batch():
+    device = EmulatedDevice(TOOLS, max_running=1, seed=3)
+    device.add([EmulatedSequence(7, 100, 1000), EmulatedSequence(8, 100, 200)])
+    device.advance(251)
+    assert (list(device.paused), list(device.running)) == ([7], [8])
+    assert device.load == 100 + 250 + 100 + 1
+    finish_all(device)
+
+
+def test_weights_that_change_make_the_caches_of_those_that_wait_for_tools_worthless():
+    device = EmulatedDevice(TOOLS, 512)
+    device.add([EmulatedSequence(7, 100, 1000)])
+    device.advance(250)
+    assert list(device.paused) == [7]
+    device.recompute()
+    assert (device.load, device.num_recomputed) == (0, 350)
+    before = device.seconds
+    finish_all(device)
+    assert device.seconds - before > 350 * SETTINGS.prefill_us * 1e-6 + device.steps_s(1, 350, 750)
+    assert device.load == 0
+
+
+def test_a_full_cache_takes_the_room_of_those_that_wait_for_tools_first():
+    device = EmulatedDevice(structs.replace(TOOLS, kv_tokens=1000, tool_s=1e6), 512)
+    device.add([EmulatedSequence(7, 100, 1200), EmulatedSequence(8, 100, 600)])
+    device.advance(300)
+    assert list(device.paused) == [8, 7] and device.load == 100 + 150 + 100 + 300
+    device.add([EmulatedSequence(9, 600, 100)])
+    device.advance(1)
+    assert list(device.running) == [9] and device.paused[7].num_missing == 400 and device.num_preempted == 0
+    assert device.load == 601 + 250
 
 
 def test_lengths_have_a_long_tail_and_depend_on_seed_and_trajectory_alone():

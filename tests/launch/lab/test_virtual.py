@@ -139,6 +139,17 @@ def test_long_trajectories_move_to_another_rollout(tmp_path: Path):
     assert any(event.source != event.holder for event in moved)
 
 
+@pytest.mark.parametrize("schedule", ["sync", "partial", "headrace"])
+def test_a_run_with_tools_trains_each_row_once_and_takes_their_time(tmp_path: Path, schedule: str):
+    step_s: dict[float, float] = {}
+    for tool_s in (0.0, 20.0):
+        words = {"lab__turns": 3, "lab__tool_s": tool_s, "run__schedule": schedule}
+        run = run_of(tmp_path / f"{tool_s:g}", **words)
+        assert run.hub.state.account.trained == 6 * 16 and run.hub.state.is_balanced
+        step_s[tool_s] = run.world.now / 6
+    assert step_s[20.0] > step_s[0.0] + 20, "two tools of 20 s one after the other"
+
+
 def test_a_process_that_is_ahead_sends_its_messages_when_its_work_is_done():
     world = World()
     clock, order = OwnClock(world), []
