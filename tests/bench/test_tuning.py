@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from bench.schedules.knobs import Knobs, key_of, ladders, read_tuned, save_tuned
+from bench.schedules.knobs import Knobs, key_of, ladders, read_tuned, save_tuned, starts
 
 from headrace.launch.lab.tuning import climb
 
@@ -49,7 +49,19 @@ def test_an_entrant_is_tuned_in_the_knobs_that_it_has():
     }
     found = ladders("headrace", start, 4, 10)
     assert found["rollouts"] == [1, 2, 3], "both sides of the split have devices"
-    assert found["max_running"] == (None, 384, 256, 192, 160, 128, 96)
+    assert found["max_running"] == (None, 384, 256, 192, 160, 128, 96, 64)
+
+
+def test_a_schedule_that_computes_caches_again_is_also_tuned_from_more_rollouts_with_fewer_trajectories():
+    def ridge(knobs: Knobs) -> float:
+        """Two summits; between them each knob alone loses."""
+        return {(16, None): 3.0, (19, 96): 5.0, (20, 96): 6.0}.get((knobs.rollouts, knobs.max_running), 1.0)
+
+    own = Knobs(16)
+    begun = starts("partial", own, 32)
+    found = [climb(knobs, ladders("partial", knobs, 32, 256), ridge, budget=20) for knobs in begun]
+    assert found == [own, Knobs(20, max_running=96)]
+    assert starts("headrace", own, 32) == [own] and starts("partial", Knobs(2), 3) == [Knobs(2)]
 
 
 def test_a_climb_that_begins_beside_the_ladders_finds_the_best_of_them():

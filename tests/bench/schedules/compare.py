@@ -22,7 +22,7 @@ from headrace.launch.processes.child import print_message
 from headrace.relay.queue import schedules
 
 from ..harness import Measurement, write_measurements
-from .knobs import KNOBS, Knobs, key_of, ladders, other_devices, read_tuned, save_tuned
+from .knobs import KNOBS, Knobs, key_of, ladders, other_devices, read_tuned, save_tuned, starts
 from .paired_latency import paired_table
 from .plots import draw_comparison, draw_scaling, pyplot
 from .results import Result, run_variant
@@ -253,9 +253,15 @@ def tune(experiment: Experiment, entrants: Iterable[Variant], budget: int, profi
             return figures.tokens_per_s
 
         most_rollouts = -(-variant.num_gpus // variant.gpus_per_rollout)
-        knobs = variant.knobs
         entrant = variant.name if variant.name == "sync-colocated" else variant.schedule
-        best = climb(knobs, ladders(entrant, knobs, most_rollouts, variant.num_groups), speed, budget)
+        begun = starts(entrant, variant.knobs, most_rollouts)[:budget]
+        tops = [
+            climb(knobs, ladders(entrant, knobs, most_rollouts, variant.num_groups), speed, part)
+            for knobs, part in zip(
+                begun, (budget - budget // 2, budget // 2) if len(begun) > 1 else (budget,), strict=True
+            )
+        ]
+        best = max(tops, key=speed) if len(tops) > 1 else tops[0]
         save_tuned(experiment.recipe, profile, key_of(variant.num_gpus, variant.groups), variant.name, best)
 
 

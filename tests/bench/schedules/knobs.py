@@ -13,7 +13,7 @@ from msgspec import structs
 from headrace.launch.lab.tuning import Ladder
 from headrace.relay.queue.schedules import SCHEDULES
 
-MAX_RUNNING = (None, 384, 256, 192, 128, 96)
+MAX_RUNNING = (None, 384, 256, 192, 128, 96, 64)
 BATCHES_QUEUED = (8, 4, 2)
 _MOVES = 4
 """Moves of the split in each direction."""
@@ -62,6 +62,15 @@ def ladders(entrant: str, start: Knobs, most_rollouts: int, groups: int) -> dict
         found["lead"] = (None, *(batches * groups for batches in BATCHES_QUEUED))
     begun = {name: getattr(start, name) for name in found}
     return {name: _with_value(ladder, begun[name]) for name, ladder in found.items()}
+
+
+def starts(entrant: str, own: Knobs, most_rollouts: int) -> list[Knobs]:
+    """Where the climbs of an entrant begin: at its own knobs, and at more rollouts with fewer trajectories each.
+
+    The second one is for entrants that compute caches again with each version: neither knob alone gains there.
+    """
+    more = structs.replace(own, rollouts=min(most_rollouts - 1, own.rollouts * 9 // 8 + 1), max_running=96)
+    return [own, more] if entrant == "partial" and more.rollouts > own.rollouts else [own]
 
 
 def _with_value(ladder: Ladder, value: int | None) -> Ladder:

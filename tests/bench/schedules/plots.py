@@ -20,14 +20,20 @@ _COLOURS = {
 
 
 def draw_comparison(results: Mapping[str, "Result"], path: Path) -> None:
-    """Plot the figures of all runs: throughput, idle shares, KV use, staleness, trajectory latency, weight waiting."""
-    names = list(results)
+    """Plot the figures of all runs: throughput, idle shares, KV use, staleness, trajectory latency, weight waiting.
+
+    A star marks a run of too few steps.
+    """
+    names = [name if result.more.is_settled else f"{name} *" for name, result in results.items()]
     each = [result.figures for result in results.values()]
     more = [result.more for result in results.values()]
     lags = sorted({lag for f in each for lag in f.staleness}, key=int)
     figure, axes = pyplot().subplots(2, 3, figsize=(15, 7), layout="constrained")
     panels: dict[str, dict[str, list[float]]] = {
-        "tokens/s": {"": [f.tokens_per_s for f in each]},
+        "tokens/s": {
+            "measured part": [f.tokens_per_s for f in each],
+            "whole run": [m.whole_tokens_per_s for m in more],
+        },
         "idle share": {"trainer": [f.idle_actor for f in each], "rollouts": [f.idle_rollout for f in each]},
         "KV cache in use": {"": [m.kv_util for m in more]},
         "staleness, share of trajectories": {lag: [f.staleness.get(lag, 0.0) for f in each] for lag in lags},
@@ -43,6 +49,8 @@ def draw_comparison(results: Mapping[str, "Result"], path: Path) -> None:
         axis.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names, rotation=30, ha="right")
         if len(series) > 1:
             axis.legend(fontsize="small")
+    if any(not m.is_settled for m in more):
+        figure.supxlabel("*: too few steps for its staleness", fontsize="small")
     save(figure, path)
 
 
@@ -57,6 +65,10 @@ def draw_scaling(curves: "Curves", path: Path) -> None:
     axis.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s")
     axis.set_xticks(sizes, sizes, minor=False)
     axis.minorticks_off()
+    ticks = import_module("matplotlib.ticker")
+    axis.yaxis.set_major_locator(ticks.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(ticks.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
     save(figure, path)
 
@@ -79,7 +91,11 @@ def draw_gantt(timeline: "Timeline", title: str, path: Path) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("seconds (emulated, where devices are)")
-    axis.set_title(f"{title}: {', '.join(_COLOURS)}")
+    axis.set_title(title)
+    patch = import_module("matplotlib.patches").Patch
+    states = {state for name in names for state in (span.state for span in timeline.spans[name])}
+    shown = [patch(color=colour, label=state) for state, colour in _COLOURS.items() if state in states]
+    axis.legend(handles=shown, ncols=len(shown), loc="upper right", fontsize="small")
     save(figure, path)
 
 
