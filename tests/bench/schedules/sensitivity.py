@@ -48,21 +48,24 @@ def sensitivity(recipe: Recipe, arguments: argparse.Namespace) -> None:
     names = ["headrace", *arguments.over]
     sizes = (num_gpus, e.gpus_per_rollout, arguments.fixed_batch)
     entrants = {each.name: each for each in variants(arguments.recipe, names, *sizes, overrides=arguments.overrides)}
+    ours = entrants["headrace"]
+    e = lab_of(experiment.recipe_with(ours.folder, ours.settings).lab)
     rows: list[Measurement] = []
     lines = [["constant", "value", *(f"{way}, over {peer}" for way in WAYS for peer in arguments.over)]]
     lines.append(["---"] * len(lines[0]))
     for constant in ("", *changing(e)):
-        cells = [constant or "as they are", f"{getattr(e, constant):g}" if _is_number(e, constant) else "-"]
-        for way in WAYS if constant else ("halved",):
+        value = getattr(e, constant) if constant else None
+        cells = [constant or "as they are", "-" if value is None else f"{value:g}"]
+        for way in WAYS:
             speeds = {name: _speed(experiment, entrant, constant, way) for name, entrant in entrants.items()}
             for peer in arguments.over:
-                ratio = speeds["headrace"] / speeds[peer] if speeds["headrace"] and speeds[peer] else 0.0
-                cells.append(f"{ratio:.2f}" if ratio else "-")
-                if ratio:
-                    name = f"{constant or 'none'}-{way}"
-                    rows.append(Measurement(name, peer, speeds["headrace"], "tok/s", ratio))
-        lines.append(cells + ["-"] * (len(lines[0]) - len(cells)))
-        print(f"| {' | '.join(lines[-1])} |", flush=True)
+                if (speed := speeds["headrace"]) and (base := speeds[peer]):
+                    rows.append(Measurement(f"{constant or 'none'}-{way}", peer, speed, "tok/s", speed / base))
+                    cells.append(f"{speed / base:.2f}")
+                else:
+                    cells.append("-")
+        lines.append(cells)
+        print(f"| {' | '.join(cells)} |", flush=True)
         if arguments.json is not None:
             write_measurements(rows, arguments.json)
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -91,14 +94,10 @@ def changed(e: LabSettings, constant: str, way: str) -> Mapping[str, object]:
 
 
 def _speed(experiment: Experiment, entrant: Variant, constant: str, way: str) -> float | None:
-    """Tokens/s of an entrant with a constant changed; None where it does not change."""
+    """Tokens/s of an entrant with a constant changed, or with all as they are; None where it does not change."""
     own = lab_of(experiment.recipe_with(entrant.folder, entrant.settings).lab)
     change = changed(own, constant, way) if constant else {}
     if constant and not change:
         return None
     folder = f"{entrant.folder}-{constant}-{way}" if constant else entrant.folder
     return experiment.run(folder, {**entrant.settings, **change}).tokens_per_s
-
-
-def _is_number(e: LabSettings, constant: str) -> bool:
-    return bool(constant) and getattr(e, constant) is not None
