@@ -179,7 +179,7 @@ def plan(arguments: argparse.Namespace) -> None:
         predicted = simulation.figures(simulation.devices.own)
         print("\n".join(comparison(predicted, measured_figures(run), simulation.devices)), flush=True)
         if (summary := read_summary(run)) is not None:
-            with_prediction(run, summary, prediction_of(predicted))
+            with_prediction(run, summary, _prediction_of(predicted))
         if not recipe.is_emulated:
             job = MeasuredJob(recipe, relay_seconds(run, measured.roles.relay or 1), measured.roles.relay or 1)
         recipe = _emulated(recipe, run, measured, steps)
@@ -188,7 +188,7 @@ def plan(arguments: argparse.Namespace) -> None:
     simulation = Simulation.of(Devices.of(recipe, arguments.gpus), home)
     best = simulation.best(arguments.runs)
     speeds = simulation.schedules(best)
-    print("\n".join(schedule_lines(simulation.schedule, speeds)), flush=True)
+    print("\n".join(_schedule_lines(simulation.schedule, speeds)), flush=True)
     fastest = max(speeds, key=lambda name: speeds[name].tokens_per_s)
     if speeds[fastest].tokens_per_s > SCHEDULE_WORTH * speeds[simulation.schedule].tokens_per_s:
         simulation = simulation.with_schedule(fastest)
@@ -229,7 +229,7 @@ def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Itera
     yield ""
 
 
-def schedule_lines(own: ScheduleName, speeds: Mapping[ScheduleName, Figures]) -> Iterator[str]:
+def _schedule_lines(own: ScheduleName, speeds: Mapping[ScheduleName, Figures]) -> Iterator[str]:
     """The schedules with the same split, the fastest first."""
     yield "schedules with that split, tokens/s (mean staleness):"
     for name in sorted(speeds, key=lambda name: -speeds[name].tokens_per_s):
@@ -238,7 +238,7 @@ def schedule_lines(own: ScheduleName, speeds: Mapping[ScheduleName, Figures]) ->
     yield ""
 
 
-def prediction_of(figures: Figures, settings: Mapping[str, object] | None = None) -> Prediction:
+def _prediction_of(figures: Figures, settings: Mapping[str, object] | None = None) -> Prediction:
     return Prediction(dict(settings or {}), figures.tokens_per_s, figures.step_s, figures.mean_staleness)
 
 
@@ -289,7 +289,7 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None, home:
     yield "settings: " + " ".join(f"{key}={value}" for key, value in found_settings.items())
     if home is not None:
         kept = {key: value for key, value in found_settings.items() if key not in ("roles.relay", "lab.train_gpus")}
-        (home / PREDICTION_FILE).write_bytes(msgspec.json.encode(prediction_of(found, kept)))
+        (home / PREDICTION_FILE).write_bytes(msgspec.json.encode(_prediction_of(found, kept)))
 
 
 def most_micro_tokens(recipe: Recipe) -> int | None:
