@@ -91,11 +91,14 @@ def draw_gantt(timeline: "Timeline", title: str, path: Path) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("seconds (emulated, where devices are)")
-    axis.set_title(title)
+    axis.set_title(title, loc="left")
     patch = import_module("matplotlib.patches").Patch
-    states = {state for name in names for state in (span.state for span in timeline.spans[name])}
-    shown = [patch(color=colour, label=state) for state, colour in _COLOURS.items() if state in states]
-    axis.legend(handles=shown, ncols=len(shown), loc="upper right", fontsize="small")
+    seen = {span.state for name in names for span in timeline.spans[name]}
+    states: dict[str, list[str]] = {}
+    for state in (state for state in _COLOURS if state in seen):
+        states.setdefault(_COLOURS[state], []).append(state)
+    shown = [patch(color=colour, label=", ".join(words)) for colour, words in states.items()]
+    axis.legend(handles=shown, ncols=len(shown), loc="lower right", bbox_to_anchor=(1, 1), fontsize="small")
     save(figure, path)
 
 
