@@ -29,7 +29,7 @@ from ..comm.recipe import CheckpointSettings
 from ..comm.trace import failpoint
 from ..comm.waits import waiting
 from ..relay.checkpoints import CheckpointFolder
-from ..relay.weights.saved_states import SavedStates
+from ..relay.weights.copies_on_disk import CopiesOnDisk
 from .checkpoint_reader import load_checked
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class CheckpointWriter:
             if self._is_lead:
                 self.folder.seal(step, score)
                 self._on_written(step, str(path))
-                SavedStates(self.folder.root.parent).remove(range(step + 1))
+                CopiesOnDisk(self.folder.root.parent).remove(range(step + 1))
                 self._prune(step)
         except Exception as error:  # noqa: BLE001 - the trainer's loop raises it
             self._on_failure(self.folder.path(step), error)

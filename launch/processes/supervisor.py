@@ -187,9 +187,9 @@ class Supervisor:
                 self._start_worker(name)
             self._start_roles()
         if self.placement.role == "actor":
-            from .left_copies import LeftCopies
+            from .copies_writer import CopiesWriter
 
-            copies = LeftCopies(self.folder.path, self.placement, self.recipe.roles.actor, self.start)
+            copies = CopiesWriter(self.folder.path, self.placement, self.recipe.roles.actor, self.start)
             copies.write(self.segments, has_ended=self.last_code == 0)
         self._write_peaks()
         return self.exit_code

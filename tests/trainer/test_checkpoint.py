@@ -25,7 +25,7 @@ from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import CheckpointSettings, LoraSettings, ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.queue.batch import Batch
-from headrace.relay.weights.saved_states import SavedStates, StateHead
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
 from headrace.trainer import checkpoint
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import CheckpointWriter, load_state, save_state, staged
@@ -244,9 +244,9 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_reported_when_
 
 
 def test_a_whole_checkpoint_replaces_the_copies_that_a_failed_run_has_left(tmp_path: Path):
-    saved, disk = SavedStates(tmp_path), Disk(tmp_path)
+    saved, disk = CopiesOnDisk(tmp_path), Disk(tmp_path)
     for step in (3, 4, 5):
-        saved.write(0, StateHead(step, "0", 1, 100, 1, "1"), np.zeros(100, np.uint8))
+        saved.write(0, CopyHead(step, "0", 1, 100, 1, "1"), np.zeros(100, np.uint8))
     disk.writer.begin(4, lambda: disk.write)
     assert saved.steps() == [3, 4, 5]
     disk.may_write.set()

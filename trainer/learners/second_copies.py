@@ -1,7 +1,7 @@
 """The second copy of each rank's training state, on another host, so that a host's death costs no more steps than a process's.
 
 Each rank sends its copy to a rank of the next host, which keeps it in memory that its supervisor owns. If the run ends because a host
-died, the supervisors that live write both (`launch/processes/left_copies.py`).
+died, the supervisors that live write both (`launch/processes/copies_writer.py`).
 """
 
 import time

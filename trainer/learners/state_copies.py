@@ -3,7 +3,7 @@
 The supervisor of each actor rank creates the memory, and all incarnations of the rank inherit it. A trainer that is started
 again continues from the newest step that all ranks hold whole. Two slots take turns, so a process that dies while it copies
 leaves the copy before. Where a run fails, the supervisors write the copies to the run folder, and the run that is resumed continues from
-those (`relay/weights/saved_states.py`).
+those (`relay/weights/copies_on_disk.py`).
 
 Nothing of the state changes between two steps until the first update. So a thread copies meanwhile, and the update waits for it.
 It does not wait while the thread still prepares the memory, which takes minutes for a large state. The copies are as frequent as
@@ -34,10 +34,10 @@ from ...comm.shared_memory import Segment
 from ...comm.trace import failpoint
 from ...comm.waits import waiting
 from ...relay.weights.partners import partners
-from ...relay.weights.saved_states import SavedStates
+from ...relay.weights.copies_on_disk import CopiesOnDisk
 from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..checkpoint import CHECKPOINT_PERIOD_S, TrainingState
-from .found_copies import FoundCopy, newest_of_all, saved_copies, whole_copies
+from .copies_reader import FoundCopy, newest_of_all, saved_copies, whole_copies
 from .second_copies import SecondCopies
 from .state_layout import StateLayout
 
@@ -133,7 +133,7 @@ class StateCopies:
         state: TrainingState,
         group: "ActorGroup",
         num_here: int = 1,
-        saved: SavedStates | None = None,
+        saved: CopiesOnDisk | None = None,
         second: SecondCopies | None = None,
     ) -> None:
         """`num_here`: the actor ranks of this host, which all take such memory. `saved`: the copies that earlier starts have left.
@@ -192,7 +192,7 @@ class StateCopies:
             assert found is not None and team is not None
             second = SecondCopies(Segment.inherited(SECOND_FD), found, team)
         num_here = max(1, hosts.count(fleet.me.host))
-        copies = StateCopies(Segment.inherited(), state, group, num_here, SavedStates(run_dir), second)
+        copies = StateCopies(Segment.inherited(), state, group, num_here, CopiesOnDisk(run_dir), second)
         if LACKS_MEMORY in os.environ:
             copies._fail("the kernel has killed the process before for memory")
         return copies

@@ -15,8 +15,8 @@ from headrace.comm.memfd import create_memory
 from headrace.comm.shared_memory import Segment
 from headrace.launch.config.run_folder import start_in
 from headrace.launch.placement import Placement
-from headrace.launch.processes.left_copies import LeftCopies
-from headrace.relay.weights.saved_states import SavedStates
+from headrace.launch.processes.copies_writer import CopiesWriter
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk
 from headrace.relay.weights.slots import VersionSlots
 from headrace.trainer.learners.state_copies import Pace, StateCopies
 
@@ -53,9 +53,9 @@ assert dying.copies._second._slots.find(1) is None, "a rank may still prepare it
 ONE_HOST_IS_LOST = """
 placement = Placement("actor", group.rank, group.rank, 0)
 if group.rank == 1:  # the supervisor of the host that lives
-    LeftCopies(run_dir, placement, 2, start_in(run_dir)).write(memories, has_ended=False)
+    CopiesWriter(run_dir, placement, 2, start_in(run_dir)).write(memories, has_ended=False)
 group.all_reduce_max([0.0])
-assert [SavedStates(run_dir).newest(0, most, 2)[0] for most in (2, 3)] == [2, 3]
+assert [CopiesOnDisk(run_dir).newest(0, most, 2)[0] for most in (2, 3)] == [2, 3]
 copies_of(successor)
 assert successor.copies.newest(9) == 3 and successor.copies.source == "the copy in the run folder"
 successor.copies.restore(3)

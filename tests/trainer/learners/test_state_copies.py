@@ -18,8 +18,8 @@ from headrace.comm.host_memory import HeldMemory
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.launch.config.run_folder import start_in
 from headrace.launch.placement import Placement
-from headrace.launch.processes.left_copies import LeftCopies
-from headrace.relay.weights.saved_states import SavedStates
+from headrace.launch.processes.copies_writer import CopiesWriter
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk
 from headrace.relay.weights.slots import StoredVersion
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import TrainingState
@@ -219,20 +219,20 @@ def test_the_copies_of_another_policy_are_not_used(
     assert "the copies of the training state in memory are not used: they have other" in capsys.readouterr().out
 
 
-def left_by(actor: Actor, segment: Segment, run_dir: Path) -> SavedStates:
+def left_by(actor: Actor, segment: Segment, run_dir: Path) -> CopiesOnDisk:
     """What the supervisor of a failed run leaves of the actor's copies after three steps: those of steps 2 and 3."""
     (run_dir / "config.yaml").touch()
     with_copies(actor, segment)
     steps(actor, 3)
     wait(actor)
     start = start_in(run_dir)
-    LeftCopies(run_dir, Placement("actor", 0, 0, 0), 1, start).write({SEGMENT_FD: segment._fd}, has_ended=False)
-    saved = SavedStates(run_dir)
+    CopiesWriter(run_dir, Placement("actor", 0, 0, 0), 1, start).write({SEGMENT_FD: segment._fd}, has_ended=False)
+    saved = CopiesOnDisk(run_dir)
     assert saved.steps() == [2, 3]
     return saved
 
 
-def resumed(actor: Actor, saved: SavedStates) -> StateCopies:
+def resumed(actor: Actor, saved: CopiesOnDisk) -> StateCopies:
     """The copies of an actor with the memory of another supervisor."""
     actor.copies = copies = StateCopies(new_segment(), actor.state, actor.group, saved=saved)
     at_end(copies.close)
@@ -262,7 +262,7 @@ def test_a_resumed_trainer_continues_from_what_a_failed_run_has_left_bit_for_bit
     assert saved.steps() == [2, 3], "until a checkpoint is newer"
 
 
-def test_left_copies_that_are_older_than_the_checkpoint_are_not_read(
+def test_copies_writer_that_are_older_than_the_checkpoint_are_not_read(
     policy_dir: Path, tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ):
     actor = actor_of(recipe_of(policy_dir))
@@ -274,7 +274,7 @@ def test_left_copies_that_are_older_than_the_checkpoint_are_not_read(
     assert read == [3]
 
 
-def test_left_copies_that_are_damaged_or_of_another_policy_are_removed_and_the_console_says_so(
+def test_copies_writer_that_are_damaged_or_of_another_policy_are_removed_and_the_console_says_so(
     policy_dir: Path, tmp_path: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
 ):
     actor = actor_of(recipe_of(policy_dir))

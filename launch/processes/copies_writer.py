@@ -13,20 +13,20 @@ from ...comm.environment import SEGMENT_FD
 from ...comm.errors import HeadraceError
 from ...comm.shared_memory import Segment
 from ...relay.checkpoints import CheckpointFolder
-from ...relay.weights.saved_states import SavedStates, StateHead
+from ...relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
 from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..config.run_folder import start_in
 from ..placement import Placement
 from .child import print_message
 
 
-class LeftCopies:
+class CopiesWriter:
     """The copies in the memory of an actor rank's supervisor, once its trainer has ended."""
 
     def __init__(self, run_dir: Path, placement: Placement, num_ranks: int, start: str) -> None:
         """`num_ranks`: all actor ranks; `start`: of `start_in`, when the run began."""
         self._run_dir = run_dir
-        self._saved = SavedStates(run_dir)
+        self._saved = CopiesOnDisk(run_dir)
         self._placement = placement
         self._num_ranks = num_ranks
         self._start = start
@@ -73,7 +73,7 @@ class LeftCopies:
         rank = self._placement.index if left.is_own else stored.incarnation
         if start_in(self._run_dir) == self._start and (left.is_own or self._is_lacking(stored.version, rank)):
             segment = left.slots.segment
-            head = StateHead(
+            head = CopyHead(
                 stored.version, stored.digest, left.slots.fingerprint, segment.slot_bytes, self._num_ranks, self._start
             )
             self._saved.write(rank, head, segment.slot(stored.slot), by=self._placement.name)

@@ -22,7 +22,7 @@ FOLDER = "memory"
 HEAD_BYTES = 4096
 
 
-class StateHead(msgspec.Struct, frozen=True):
+class CopyHead(msgspec.Struct, frozen=True):
     """The head of a file: which copy of which state it has."""
 
     step: int
@@ -38,7 +38,7 @@ class StateHead(msgspec.Struct, frozen=True):
     """Tells this start of the run from others."""
 
 
-class SavedStates:
+class CopiesOnDisk:
     """The copies in a run folder."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -55,7 +55,7 @@ class SavedStates:
         """The steps that have a folder, whole or not, in order."""
         return sorted(step for path in self.root.glob("step_*") if (step := number_of(path.name)) >= 0)
 
-    def write(self, rank: int, head: StateHead, content: np.ndarray, by: str = "") -> None:
+    def write(self, rank: int, head: CopyHead, content: np.ndarray, by: str = "") -> None:
         """Write a rank's copy, uint8 [num_bytes], and sync it. Raises `OSError`; nothing is left of a file that does not fit.
 
         by: who writes it, since two may write the same.
@@ -70,11 +70,11 @@ class SavedStates:
         for each in (folder, folder.parent, run_dir):
             sync_folder(each)
 
-    def head(self, step: int, rank: int) -> StateHead | None:
+    def head(self, step: int, rank: int) -> CopyHead | None:
         """The head of a rank's file; None if the file is missing or not whole."""
         try:
             with self.file(step, rank).open("rb") as file:
-                head = msgspec.json.decode(file.read(HEAD_BYTES).rstrip(), type=StateHead)
+                head = msgspec.json.decode(file.read(HEAD_BYTES).rstrip(), type=CopyHead)
                 size = os.fstat(file.fileno()).st_size
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None

@@ -1,6 +1,6 @@
 """The copies of the training state from which a trainer can continue: in memory, or in the run folder.
 
-`state_copies.py` says what they are for, and `relay/weights/saved_states.py` how they come into the run folder.
+`state_copies.py` says what they are for, and `relay/weights/copies_on_disk.py` how they come into the run folder.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ...comm.disk import say
-from ...relay.weights.saved_states import SavedStates
+from ...relay.weights.copies_on_disk import CopiesOnDisk
 from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..checkpoint import TrainingState
 from .state_layout import StateLayout
@@ -57,7 +57,7 @@ def whole_copies(slots: VersionSlots, state: TrainingState, most: int) -> Iterat
 
 
 def saved_copies(
-    saved: SavedStates, state: TrainingState, group: "ActorGroup", checkpoint: int, most: int
+    saved: CopiesOnDisk, state: TrainingState, group: "ActorGroup", checkpoint: int, most: int
 ) -> Iterator[FoundCopy]:
     """The same of this rank's copies in the run folder that are newer than the checkpoint."""
     for step in reversed(saved.steps()):

@@ -13,9 +13,9 @@ from headrace.comm.memfd import create_memory
 from headrace.comm.shared_memory import Segment
 from headrace.launch.config.run_folder import start_in
 from headrace.launch.placement import Placement
-from headrace.launch.processes.left_copies import LeftCopies
+from headrace.launch.processes.copies_writer import CopiesWriter
 from headrace.relay.checkpoints import CheckpointFolder
-from headrace.relay.weights.saved_states import SavedStates, StateHead
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
 from headrace.relay.weights.slots import VersionSlots
 
 NUM_BYTES = 5000
@@ -48,9 +48,9 @@ def memory_with_copies(incarnation: int) -> int:
     return fd
 
 
-def copies_of(run_dir: Path, start: str | None = None, rank: int = 1) -> LeftCopies:
+def copies_of(run_dir: Path, start: str | None = None, rank: int = 1) -> CopiesWriter:
     placement = Placement("actor", rank, host=0, slot=0)
-    return LeftCopies(run_dir, placement, 2, start_in(run_dir) if start is None else start)
+    return CopiesWriter(run_dir, placement, 2, start_in(run_dir) if start is None else start)
 
 
 def checkpoint(run_dir: Path, step: int, *, is_in_journal: bool) -> None:
@@ -63,10 +63,10 @@ def checkpoint(run_dir: Path, step: int, *, is_in_journal: bool) -> None:
 
 def test_both_copies_are_written_as_they_are_in_memory(run_dir: Path, memory: int):
     copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
-    saved = SavedStates(run_dir)
+    saved = CopiesOnDisk(run_dir)
     assert saved.steps() == [3, 6]
     for step in (3, 6):
-        assert saved.head(step, 1) == StateHead(step, f"{step:032x}", 11, NUM_BYTES, 2, start_in(run_dir))
+        assert saved.head(step, 1) == CopyHead(step, f"{step:032x}", 11, NUM_BYTES, 2, start_in(run_dir))
         assert np.array_equal(saved.content(step, 1), np.full(NUM_BYTES, step, np.uint8))
 
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_makes_copies_superfluous_once_a_resumed_run_can_use_it(
 ):
     checkpoint(run_dir, 3, is_in_journal=is_in_journal)
     copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=has_ended)
-    assert SavedStates(run_dir).steps() == left
+    assert CopiesOnDisk(run_dir).steps() == left
 
 
 def test_a_run_that_ended_in_order_leaves_no_copies(run_dir: Path, memory: int, capsys: pytest.CaptureFixture[str]):
@@ -116,8 +116,8 @@ def test_one_rank_says_what_is_written_and_each_what_is_not(
 
 def test_the_copies_of_a_rank_of_another_host_are_written_unless_its_own_supervisor_has(run_dir: Path, memory: int):
     second = memory_with_copies(incarnation=0)  # of rank 0
-    saved = SavedStates(run_dir)
-    own = StateHead(6, f"{6:032x}", 11, 1, 2, start_in(run_dir))
+    saved = CopiesOnDisk(run_dir)
+    own = CopyHead(6, f"{6:032x}", 11, 1, 2, start_in(run_dir))
     saved.write(0, own, np.zeros(1, np.uint8))
     copies_of(run_dir).write({SEGMENT_FD: memory, SECOND_FD: second}, has_ended=False)
     os.close(second)
