@@ -28,8 +28,9 @@ class FoundCopy(NamedTuple):
     """Its place in memory, None for a file's."""
 
 
-def newest_of_all(group: "ActorGroup", whole: Iterator[FoundCopy]) -> FoundCopy | None:
-    """This rank's copy of the newest step of which all ranks have one; a collective. `whole`: its copies from the newest on."""
+def newest_in_memory(slots: VersionSlots, state: TrainingState, group: "ActorGroup", most: int) -> FoundCopy | None:
+    """This rank's copy of the newest step up to `most` of which all ranks have one in memory; a collective."""
+    whole = _whole_copies(slots, state, most)
     mine = next(whole, None)
     while True:
         step = -1 if mine is None else mine.step
@@ -40,7 +41,29 @@ def newest_of_all(group: "ActorGroup", whole: Iterator[FoundCopy]) -> FoundCopy 
             mine = next(whole, None)
 
 
-def whole_copies(slots: VersionSlots, state: TrainingState, most: int) -> Iterator[FoundCopy]:
+def newest_on_disk(
+    on_disk: CopiesOnDisk, state: TrainingState, group: "ActorGroup", checkpoint: int, most: int
+) -> FoundCopy | None:
+    """The same of the copies in the run folder that are newer than the checkpoint. They are of one start of the run, as rank 0 sees.
+
+    A copy takes minutes to read from a slow disk. Ranks read a piece each between two collectives, so that none of them waits for long.
+    """
+    while True:
+        step = (on_disk.newest(checkpoint, most, group.size)[0] if group.is_lead else None) or -1
+        step = int(group.all_reduce_max([float(step)])[0])
+        if step < 0:
+            return None
+        found: list[FoundCopy] = []
+        reading = _reading(on_disk, state, group.rank, step, found)
+        is_reading = True
+        while group.all_reduce_max([float(is_reading)])[0]:
+            is_reading = next(reading, None) is not None
+        if not group.all_reduce_max([float(not found)])[0]:
+            return found[0]
+        most = step - 1
+
+
+def _whole_copies(slots: VersionSlots, state: TrainingState, most: int) -> Iterator[FoundCopy]:
     """The copies in memory up to step `most` that fit the state and have the digest with which they were written, from the newest on."""
     if not slots.fingerprint:
         return
@@ -56,25 +79,24 @@ def whole_copies(slots: VersionSlots, state: TrainingState, most: int) -> Iterat
             yield FoundCopy(stored.version, content, stored)
 
 
-def saved_copies(
-    saved: CopiesOnDisk, state: TrainingState, group: "ActorGroup", checkpoint: int, most: int
-) -> Iterator[FoundCopy]:
-    """The same of this rank's copies in the run folder that are newer than the checkpoint."""
-    for step in reversed(saved.steps()):
-        if not checkpoint < step <= most or (head := saved.head(step, group.rank)) is None:
-            continue
-        file = saved.file(step, group.rank)
-        layout = StateLayout(state.state_dict())
-        if (head.fingerprint, head.num_ranks) != (layout.fingerprint, group.size):
-            say(f"the copy of the training state in {file} is not used: it has other tensors")
-            continue
-        try:
-            content = saved.content(step, group.rank)
-        except OSError as error:
-            say(f"the copy of the training state in {file} is not used: {error}")
-            continue
-        if _has_digest(layout, content, head.digest, step):
-            yield FoundCopy(step, content, None)
+def _reading(
+    on_disk: CopiesOnDisk, state: TrainingState, rank: int, step: int, found: list[FoundCopy]
+) -> Iterator[int]:
+    """Read a rank's copy of a step, and add it to `found` if it can be used. Yields the size of each piece."""
+    if (head := on_disk.head(step, rank)) is None:
+        return
+    layout = StateLayout(state.state_dict())
+    if head.fingerprint != layout.fingerprint:
+        say(f"the copy of the training state in {on_disk.file(step, rank)} is not used: it has other tensors")
+        return
+    content = np.empty(head.num_bytes, np.uint8)
+    try:
+        yield from on_disk.read(step, rank, content)
+    except OSError as error:
+        say(f"the copy of the training state in {on_disk.file(step, rank)} is not used: {error}")
+        return
+    if _has_digest(layout, content, head.digest, step):
+        found.append(FoundCopy(step, content, None))
 
 
 def _has_digest(layout: StateLayout, content: np.ndarray, digest: str, step: int) -> bool:
