@@ -17,6 +17,7 @@ from headrace.launch.config.device_defaults import multiplies_bfloat16
 from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.warm_up import WARM_UP
+from headrace.launch.processes import rank
 from headrace.launch.processes.rank import prepare
 from headrace.launch.processes.secret import SECRET_FILE
 from headrace.launch.run import main
@@ -265,6 +266,18 @@ def test_a_start_warns_of_gpus_that_no_rank_uses_on_any_of_its_hosts(words, monk
     assert "actor " in of_threads and ("rollout " in of_threads) is (hosts != (5, 9)), (
         "the first host has no rollout there"
     )
+
+
+def test_a_resumed_run_waits_for_the_copies_that_the_run_before_still_writes(words, tmp_path: Path, monkeypatch):
+    waited_for: list[tuple[Path, float]] = []
+    monkeypatch.setattr(rank, "wait_for_writers", lambda *args: waited_for.append(args))
+    for resume, expected in (("never", []), ("auto", [(tmp_path / "run", 7.0)])):
+        recipe = read_recipe(
+            None, [*as_words(words), f"run.dir={tmp_path / 'run'}", f"run.resume={resume}", "comm.deadline_s=7"]
+        )
+        prepare(recipe).close()
+        assert waited_for == expected
+        (tmp_path / "run/summary.json").unlink(missing_ok=True)
 
 
 def test_a_plan_says_how_many_epochs_the_rows_of_any_sized_data_are(words, tmp_path: Path, capsys):

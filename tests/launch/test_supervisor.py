@@ -26,6 +26,7 @@ from headrace.comm.store.server import StoreServer
 from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable
+from headrace.launch.processes.copies_lock import _is_free
 from headrace.launch.processes.supervisor import (
     MAX_RESTARTS,
     RESTART_WINDOW_S,
@@ -358,12 +359,23 @@ def test_the_supervisor_of_an_actor_leaves_the_copies_of_another_hosts_rank_too(
     assert [saved.head(3, rank) is not None for rank in (0, 1)] == [True, keeps_others]
 
 
+def test_an_interrupted_trainer_that_does_not_end_in_time_leaves_no_copies(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["copy and wait"]}, config="run.steps: 9", shutdown_s=0.3)
+    running.wait_for("actor-0 copied")
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 1 and "actor-0 leaves no copies of the training state, since checkpoint.grace_s is over" in errors
+    assert not CopiesOnDisk(running.run_dir).steps()
+
+
 def test_a_run_folder_that_was_renamed_gets_the_copies(supervisor):
     running = supervisor("actor-0", {"actor-0": ["copy and wait"]}, config="run.steps: 9")
     running.wait_for("actor-0 copied")
+    assert not _is_free(running.run_dir), "the next start waits for this supervisor"
     moved = running.run_dir.rename(running.run_dir.with_name("moved"))
     code, errors = running.end()
     assert (code, CopiesOnDisk(moved).steps()) == (2, [3]), errors
+    assert _is_free(moved)
     assert not running.run_dir.exists()
 
 

@@ -145,11 +145,8 @@ class StateCopies:
         self._ended_at = now
         self.finish()
         if self._use in (_Use.ON, _Use.FAILED):
-            second = self._second
-            is_alone = second is None or second.is_off
-            # All ranks take part in an exchange at once, so none of them may have to prepare its memory first.
-            is_unready = second is None or not second.is_ready or self._copy is None or not self._copy.has_memory
-            mine = [self.pace.steps, self._has_to_wait, self._use is _Use.FAILED, is_unready, is_alone]
+            is_alone = self._second is None or self._second.is_off
+            mine = [self.pace.steps, self._has_to_wait, self._use is _Use.FAILED, not self._can_send, is_alone]
             every, has_to_wait, has_failed, is_unready, is_alone = self._group.all_reduce_max([*map(float, mine)])
             if is_alone:
                 self._free_second()
@@ -201,8 +198,13 @@ class StateCopies:
         if self._use in (_Use.OFF, _Use.FREED) or self._updated == self._state.step:
             return None
         self.finish()
-        if self._made is None:
-            self._begin(is_exchanged=False)  # a checkpoint on the disk is worth more than a copy on another host
+        lacks_it = self._made is None
+        if lacks_it and self._second is not None:
+            self._second.finish()
+        # Once the copy before is on the other hosts: then all ranks have that step, here and there, until this one is there too.
+        some_have_it, is_unready = self._group.all_reduce_max([float(not lacks_it), float(not self._can_send)])
+        if lacks_it:
+            self._begin(is_exchanged=not some_have_it and not is_unready)
             self.finish()
         if self._copy is None or self._made is None:
             return None
@@ -219,8 +221,14 @@ class StateCopies:
         return self._copy is not None and not self._copy.has_ended.is_set()
 
     @property
+    def _can_send(self) -> bool:
+        """Whether this rank is ready to send a copy. All ranks do so at once, so none of them may have to prepare its memory first."""
+        is_free = self._copy is not None and self._copy.has_memory and not self._is_at_work
+        return self._use is _Use.ON and is_free and self._second is not None and self._second.is_ready
+
+    @property
     def _has_to_wait(self) -> bool:
-        """Whether a copy would need a slot that is in use, the one that is sent included: a checkpoint finds the other one free."""
+        """Whether there is no slot to write. While the newest copy is sent, the other one is the newest that all ranks have there, too."""
         newest = self._slots.newest_stored()
         # The other copy is the newest, and is not given up for one that is not whole yet.
         is_full = newest is not None and any(held.slot != newest.slot for held in tuple(self._held))
