@@ -17,7 +17,6 @@ from headrace.launch.config.device_defaults import multiplies_bfloat16
 from headrace.launch.config.gpus import Gpus
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.warm_up import WARM_UP
-from headrace.launch.processes import rank
 from headrace.launch.processes.rank import prepare
 from headrace.launch.processes.secret import SECRET_FILE
 from headrace.launch.run import main
@@ -270,7 +269,7 @@ def test_a_start_warns_of_gpus_that_no_rank_uses_on_any_of_its_hosts(words, monk
 
 def test_a_resumed_run_waits_for_the_copies_that_the_run_before_still_writes(words, tmp_path: Path, monkeypatch):
     waited_for: list[tuple[Path, float]] = []
-    monkeypatch.setattr(rank, "wait_for_writers", lambda *args: waited_for.append(args))
+    monkeypatch.setattr("headrace.launch.processes.rank.wait_for_writers", lambda *args: waited_for.append(args))
     for resume, expected in (("never", []), ("auto", [(tmp_path / "run", 7.0)])):
         recipe = read_recipe(
             None, [*as_words(words), f"run.dir={tmp_path / 'run'}", f"run.resume={resume}", "comm.deadline_s=7"]
