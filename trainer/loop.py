@@ -337,7 +337,7 @@ class Trainer:
             self.checkpoint()
         if is_behind and self.group.is_lead and self.num_counted:
             say(behind_line(self.learner.version, self.checkpoints.newest, self.num_counted))
-        self.checkpoints.close()
+        self.checkpoints.close(self.group)  # an end before the seal would be one without a checkpoint
         if self.copies is not None and self.has_collapsed:
             self.copies.finish()
             self.copies.forget()  # else the supervisors would leave them to the next start

@@ -267,6 +267,18 @@ def test_a_start_warns_of_gpus_that_no_rank_uses_on_any_of_its_hosts(words, monk
     )
 
 
+def test_a_resumed_run_waits_for_the_copies_that_the_run_before_still_writes(words, tmp_path: Path, monkeypatch):
+    waited_for: list[tuple[Path, float]] = []
+    monkeypatch.setattr("headrace.launch.processes.rank.wait_for_writers", lambda *args: waited_for.append(args))
+    for resume, expected in (("never", []), ("auto", [(tmp_path / "run", 7.0)])):
+        recipe = read_recipe(
+            None, [*as_words(words), f"run.dir={tmp_path / 'run'}", f"run.resume={resume}", "comm.deadline_s=7"]
+        )
+        prepare(recipe).close()
+        assert waited_for == expected
+        (tmp_path / "run/summary.json").unlink(missing_ok=True)
+
+
 def test_a_plan_says_how_many_epochs_the_rows_of_any_sized_data_are(words, tmp_path: Path, capsys):
     (tmp_path / "own.py").write_text("rows = [{'prompt': 'p', 'answer': 1}] * 5\n")
     words |= {"data.path": f"{tmp_path / 'own.py'}:rows", "run.steps": "2", "batch.prompts_per_step": "5"}
