@@ -26,6 +26,8 @@ class RequestRows(Message, frozen=True):
     is_overdue: bool = False
     has_trees: bool = False
     """It computes the prompt that rows of a group share once, so `max_tokens` counts it once."""
+    least_tokens: int = 0
+    """Tokens of groups of `train` that give each of its ranks work; 0 where one rank begins with what there is."""
 
 
 class RowRef(msgspec.Struct, frozen=True, array_like=True):

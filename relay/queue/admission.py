@@ -163,13 +163,18 @@ class Admission:
 def first_groups(groups: Iterable[Group], max_tokens: float) -> list[Group]:
     """The groups up to the one that reaches `max_tokens`."""
     first: list[Group] = []
-    num_tokens = 0
+    found = 0
     for group in groups:
         first.append(group)
-        num_tokens += sum(group.rows[sample].num_tokens for sample in group.samples(RowStatus.READY))
-        if num_tokens >= max_tokens:
+        found += num_tokens([group])
+        if found >= max_tokens:
             break
     return first
+
+
+def num_tokens(groups: Iterable[Group]) -> int:
+    """Tokens of their finished samples, prompts included."""
+    return sum(group.rows[sample].num_tokens for group in groups for sample in group.samples(RowStatus.READY))
 
 
 def _candidate_of(group: Group) -> Candidate:
