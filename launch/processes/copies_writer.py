@@ -31,14 +31,13 @@ class CopiesWriter:
         self._num_ranks = num_ranks
         self._start = start
 
-    def write(self, memories: Mapping[str, int], *, has_ended: bool, is_late: bool = False) -> None:
+    def write(self, memories: Mapping[str, int], *, has_ended: bool) -> None:
         """Write the copies that are newer than the newest checkpoint.
 
         Of each rank the newest comes first. The one before is written too: another rank may lack the newest, or the journal its step.
 
         memories: their descriptors, by the variables that pass them on.
         has_ended: the trainer has ended in order, so its checkpoints count if they are whole. Else the journal has to have them.
-        is_late: the time is over that an interrupted run has for its last checkpoint, so nothing is written.
         """
         if not self._start:
             return
@@ -54,11 +53,6 @@ class CopiesWriter:
                 ]
             # A step counts with the copies of all ranks alone, so the newest of a rank that is gone comes before older ones.
             found.sort(key=lambda left: (-left.stored.version, not left.is_own))
-            if found and is_late:
-                print_message(
-                    f"{self._placement.name} leaves no copies of the training state, since checkpoint.grace_s is over"
-                )
-                return
             for number, left in enumerate(found):
                 if not number and self._placement.index == 0:
                     print_message(

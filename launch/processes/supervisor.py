@@ -194,8 +194,7 @@ class Supervisor:
             from .copies_writer import CopiesWriter
 
             copies = CopiesWriter(self.folder.path, self.placement, self.recipe.roles.actor, self.start)
-            is_late = bool(self.stopped_by) and self.is_late
-            copies.write(self.segments, has_ended=self.last_code == 0, is_late=is_late)
+            copies.write(self.segments, has_ended=self.last_code == 0)
         self._write_peaks()
         return self.exit_code
 

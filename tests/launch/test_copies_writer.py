@@ -115,14 +115,6 @@ def test_a_copy_that_is_written_while_another_start_begins_gets_no_name(
     assert not [*run_dir.glob("memory/step_*/*")]
 
 
-def test_nothing_is_written_after_the_time_of_an_interrupted_run(
-    run_dir: Path, memory: int, capsys: pytest.CaptureFixture[str]
-):
-    copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False, is_late=True)
-    assert not (run_dir / "memory").exists()
-    assert "actor-1 leaves no copies of the training state, since checkpoint.grace_s is" in capsys.readouterr().err
-
-
 def test_the_memory_of_a_trainer_that_made_no_copy_leaves_nothing(run_dir: Path):
     copies_of(run_dir).write({SEGMENT_FD: (fd := create_memory("copies"))}, has_ended=False)
     os.close(fd)
