@@ -104,7 +104,7 @@ def lab_of(given: Mapping[str, Any]) -> LabSettings:
     """The settings `lab.*` of a recipe, with the constants of its profile; raises `SettingError` for one that is unknown or not allowed."""
     known = lab_fields()
     usual: dict[str, Any] = {name: field.default for name, field in known.items()}
-    typed: dict[str, object] = {}
+    typed: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
