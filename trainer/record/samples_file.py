@@ -17,6 +17,18 @@ def step_of(line: bytes) -> int:
     return int(line[len(_HEAD) : line.index(b",")])
 
 
+def whole_lines(path: Path, is_wanted: Callable[[int], bool]) -> Iterator[bytes]:
+    """The lines of these steps, up to one without an end: a killed process may have left it. No file has no lines."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if not (line.startswith(_HEAD) and line.endswith(b"\n")):
+                return
+            if is_wanted(step_of(line)):
+                yield line
+
+
 class SamplesFile:
     """Each step is there once and whole. A file of `most_bytes` is thinned: a half of the steps, evenly spread, and the last one stay."""
 
@@ -28,7 +40,7 @@ class SamplesFile:
         self._deadline_s = deadline_s
         self._most_bytes = most_bytes
         if self.path.exists():
-            num_bytes = sum(len(line) for line in self._lines(lambda step: step <= first_step))
+            num_bytes = sum(len(line) for line in whole_lines(self.path, lambda step: step <= first_step))
             with self.path.open("r+b") as file:
                 file.truncate(num_bytes)
         self._file: AppendFile | None = None
@@ -44,19 +56,10 @@ class SamplesFile:
         if self._file is not None:
             self._file.close()
 
-    def _lines(self, is_wanted: Callable[[int], bool]) -> Iterator[bytes]:
-        """The lines of these steps, up to one without an end: a killed process may have left it."""
-        with self.path.open("rb") as file:
-            for line in file:
-                if not (line.startswith(_HEAD) and line.endswith(b"\n")):
-                    return
-                if is_wanted(step_of(line)):
-                    yield line
-
     def _thin(self) -> None:
         """Keep every second step, or fourth, and so on: as many as fit into half of the size. Without room on the disk all stay."""
         sizes: defaultdict[int, int] = defaultdict(int)
-        for line in self._lines(lambda _: True):
+        for line in whole_lines(self.path, lambda _: True):
             sizes[step_of(line)] += len(line)
         last = max(sizes)
         stride = 2
@@ -64,7 +67,7 @@ class SamplesFile:
             stride *= 2
         try:
             with self._new.open("wb") as file:
-                file.writelines(self._lines(lambda step: step % stride == 1 or step == last))
+                file.writelines(whole_lines(self.path, lambda step: step % stride == 1 or step == last))
         except OSError as error:
             self._new.unlink(missing_ok=True)
             if not is_unwritable(error):

@@ -1,10 +1,14 @@
 """The text of each token of a row, so that all of them together are the row's text."""
 
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 _CUT = "\ufffd"
 """What a tokenizer puts in the place of bytes that are no whole character."""
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token for one byte, as vocabularies with a fallback to bytes have them."""
 
 
 class TokenTexts:
@@ -12,7 +16,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
+        self._known: dict[int, tuple[str, bool]] = {}
+        """The text of each token that was decoded, and whether it may be a part of a character."""
         anchors = tokenizer.encode("a", add_special_tokens=False)
         self._anchor: list[int] = anchors[-1:]
         """A token before the one that is decoded: some tokenizers leave out a space at the beginning of a text."""
@@ -24,20 +29,22 @@ class TokenTexts:
 
     def each(self, ids: Sequence[int]) -> list[str]:
         """The text that each token adds. Of the tokens that share a character, the last one has it, and the others have none."""
-        texts = [self._text(token) for token in ids]
-        start = None
-        for index, text in enumerate([*texts, ""]):
-            if _CUT in text:
-                start = index if start is None else start
-            elif start is not None:
-                texts[start:index] = [""] * (index - start - 1) + [self._joined(ids[start:index])]
-                start = None
+        known = [self._of(token) for token in ids]
+        texts: list[str] = []
+        for is_part, run in groupby(range(len(ids)), key=lambda index: known[index][1]):
+            places = [*run]
+            own = [known[place][0] for place in places]
+            if is_part and any(_CUT in text for text in own):
+                own = [""] * (len(own) - 1) + [self._joined(ids[places[0] : places[-1] + 1])]
+            texts += own
         return texts
 
-    def _text(self, token: int) -> str:
-        if (text := self._known.get(token)) is None:
-            text = self._known[token] = self._joined([token])
-        return text
+    def _of(self, token: int) -> tuple[str, bool]:
+        if (known := self._known.get(token)) is None:
+            text = self._joined([token])
+            is_part = _CUT in text or _BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))) is not None
+            known = self._known[token] = (text, is_part)
+        return known
 
     def _joined(self, ids: Sequence[int]) -> str:
         return self.whole([*self._anchor, *ids]).removeprefix(self._before)
