@@ -52,6 +52,7 @@ class Page:
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Performance.setTimeDomain", timeDomain="threadTicks")
         for domain in ("Page", "Runtime", "Network", "Log", "Performance"):
             self.call(f"{domain}.enable")
 
@@ -70,8 +71,9 @@ class Page:
             self.events.append(answer)
 
     def open(self, address: str) -> None:
-        """Load a page."""
+        """Load a page; returns once it is there."""
         self.call("Page.navigate", url=address)
+        self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page, or that of its promise."""
@@ -84,7 +86,7 @@ class Page:
         until = time.monotonic() + PATIENCE_S
         while not (value := self.run(script)):
             assert time.monotonic() < until, f"{script} stays {value!r}: {self.run('document.body.innerText')}"
-            self.run("new Promise(requestAnimationFrame)")
+            self.run("new Promise((done) => setTimeout(done, 10))")
         return value
 
     def click(self, selector: str) -> None:
@@ -97,7 +99,7 @@ class Page:
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
     def figures(self) -> dict[str, float]:
-        """What the protocol measures of the page, by name; `TaskDuration` in seconds."""
+        """What the protocol measures of the page, by name; `TaskDuration` in seconds of its thread's processor."""
         return {each["name"]: each["value"] for each in self.call("Performance.getMetrics")["metrics"]}
 
     def requested(self) -> list[str]:
@@ -134,7 +136,7 @@ class Page:
 
 
 def timed(page: Page, work: Callable[[], object]) -> float:
-    """Seconds that the page's main thread works from the beginning of `work` until it is done."""
+    """Seconds of a processor that the page's main thread works until `work` is done. The machine may be busy, so a clock tells less."""
     before = page.figures()["TaskDuration"]
     work()
     return page.figures()["TaskDuration"] - before

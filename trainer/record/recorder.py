@@ -80,7 +80,7 @@ class RunRecorder:
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
         metrics |= self.collapse.step(step, metrics)
-        self.samples.write(step, stats.shown.found())  # first, so that no step of the metrics lacks its samples
+        self.samples.write(step, stats.shown)  # first, so that no step of the metrics lacks its samples
         self.log.write(step, metrics)
         say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
         self.samples.show(step)

@@ -1,6 +1,5 @@
 """The samples of each step: in `samples.jsonl`, and two of them on the console and in TensorBoard now and then."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from ...comm.recipe import Recipe
 from .metrics_log import MetricsLog
 from .sample_lines import SampleLines, in_short, two_of
 from .samples_file import SamplesFile
-from .shown_rows import Sample
+from .shown_rows import ShownRows
 
 EVERY = 10
 """Steps from one step whose samples are shown to the next; the first step's are shown too."""
@@ -29,20 +28,21 @@ class SamplesLog:
         self._lines = None if tokenizer is None or not recipe.run.samples else SampleLines(recipe, tokenizer)
         self._shown: list[dict[str, Any]] = []
 
-    def write(self, step: int, samples: Sequence[Sample]) -> None:
+    def write(self, step: int, rows: ShownRows) -> None:
         """Record the samples of a step, counted from 0."""
-        if self._lines is None or not samples:
+        if self._lines is None:
             return
         left = MOST_TOKENS
         lines: list[bytes] = []
         shown: list[dict[str, Any]] = []
-        for sample in samples:
+        for sample in rows.found():
             left -= len(sample.response_ids)
             fields = self._lines.fields(step, sample, has_tokens=left >= 0)
             lines.append(msgspec.json.encode(fields))
             shown.append(fields)
         self._file.write(lines)
-        self._shown = two_of(shown) if step == 0 or (step + 1) % EVERY == 0 else []
+        is_due = step == 0 or (step + 1) % EVERY == 0
+        self._shown = two_of(shown) if shown and is_due else []
 
     def show(self, step: int) -> None:
         """Show two samples of the step, if it is one of those that are shown."""
