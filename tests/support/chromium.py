@@ -52,7 +52,6 @@ class Page:
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.call("Performance.setTimeDomain", timeDomain="threadTicks")
         for domain in ("Page", "Runtime", "Network", "Log", "Performance"):
             self.call(f"{domain}.enable")
 
@@ -99,7 +98,7 @@ class Page:
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
     def figures(self) -> dict[str, float]:
-        """What the protocol measures of the page, by name; `TaskDuration` in seconds of its thread's processor."""
+        """What the protocol measures of the page, by name; `ThreadTime` in seconds of a processor."""
         return {each["name"]: each["value"] for each in self.call("Performance.getMetrics")["metrics"]}
 
     def requested(self) -> list[str]:
@@ -137,6 +136,6 @@ class Page:
 
 def timed(page: Page, work: Callable[[], object]) -> float:
     """Seconds of a processor that the page's main thread works until `work` is done. The machine may be busy, so a clock tells less."""
-    before = page.figures()["TaskDuration"]
+    before = page.figures()["ThreadTime"]
     work()
-    return page.figures()["TaskDuration"] - before
+    return page.figures()["ThreadTime"] - before

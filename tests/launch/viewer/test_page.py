@@ -113,7 +113,7 @@ def test_a_call_that_failed_is_open(tmp_path: Path):
     page.until(f"{COUNT} === '2 of 2 samples'")
     page.click("#with-failed")
     page.click("#visible .row")
-    page.until("document.querySelector('#detail details').open")
+    page.until("document.querySelector('#detail details[open]') !== null")
     assert "SyntaxError" in page.run(DETAIL)
 
 
