@@ -69,8 +69,8 @@ class SampleLines:
             span = slice(places[0], places[-1] + 1)
             turn: dict[str, Any] = {"by": "policy" if is_own else "environment", "start": span.start, "end": span.stop}
             turns.append({**turn, "text": self._texts.whole(sample.response_ids[span])})
-        for turn, after in zip(turns, [*turns[1:], None], strict=True):
-            if turn["by"] == "policy" and (calls := self._calls(turn["text"], after and after["text"])):
+        for turn, after in zip(turns, [*(each["text"] for each in turns[1:]), None], strict=True):
+            if turn["by"] == "policy" and (calls := self._calls(turn["text"], after)):
                 turn["calls"] = calls
         return turns
 

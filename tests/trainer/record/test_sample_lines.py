@@ -53,7 +53,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(folder, load_tokenizer(folder))
 
 
-TEXT_TOOLS = {"environment.tools": "[tools.py:calc, tools.py:look]", "reward.path": "r.py:right"}
+TEXT_TOOLS: dict[str, Any] = {"environment.tools": "[tools.py:calc, tools.py:look]", "reward.path": "r.py:right"}
 
 
 def test_turns_have_the_calls_of_tools_with_their_results(scene: Scene):
@@ -93,7 +93,7 @@ def test_calls_of_a_chat_are_read_in_whatever_frame_the_template_puts_their_resu
 
 
 def test_tags_in_the_text_of_an_environment_are_no_calls_unless_results_follow(scene: Scene):
-    settings: dict[str, object] = {"environment.path": "games.py:Game"}
+    settings: dict[str, Any] = {"environment.path": "games.py:Game"}
     line = scene.line(scene.sample("<b>go</b>", "you went", "<calc>1</calc>", "<result>1</result>"), **settings)
     assert [len(turn.get("calls", ())) for turn in line["turns"]] == [0, 0, 1, 0]
 
