@@ -21,6 +21,7 @@ from ..relay.journal.files import JournalError
 from ..relay.journal.journal import Journal
 from ..relay.weights.copies_on_disk import FOLDER as MEMORY
 from ..relay.weights.copies_on_disk import CopiesOnDisk
+from ..trainer.record.samples_file import SAMPLES_FILE
 from .config.device_defaults import changed_type
 from .config.load import read_recipe
 from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, JOURNAL_FOLDER, METRICS_FILE, SUMMARY_FILE, read_summary
@@ -31,6 +32,7 @@ _OF_ONE_RUN = (
     JOURNAL_FOLDER,
     METRICS_FILE,
     EVALUATIONS_FILE,
+    SAMPLES_FILE,
     ROWS,
     "checkpoints",
     "queue",
