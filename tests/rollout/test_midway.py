@@ -133,16 +133,22 @@ def test_a_rollout_wrongly_taken_for_dead_keeps_its_mixed_trajectories_only_if_t
     play.step(10)
     if streams:
         play.until_hub(lambda: {row.newest for row in play.hub.partials.rows.values()} == {1})
+    before = list(rollout.leases.held.values())
     play.hub.on_process_death(rollout.name, "silent")
-    held = set(map(id, rollout.leases.held.values()))
     rollout.max_running = 2 * SAMPLES
-    attempts = lambda: {row.attempt for group in play.hub.state.groups.values() for row in group.rows}  # noqa: E731
-    play.until(lambda: 2 in attempts() and not play.hub.state.unassigned)
-    play.until(
-        lambda: len(rollout.leases.held) == SAMPLES and {x.attempt for x in rollout.leases.held.values()} == attempts()
-    )
-    assert (set(map(id, rollout.leases.held.values())) == held) == streams
+
+    def is_leased_again() -> bool:
+        """The rollout has the present attempts of these rows; it may have another group too."""
+        rows = {row.row_id: play.hub.state.row(row.row_id) for row in before}
+        held = {row.row_id: row.attempt for row in rollout.leases.held.values()}
+        return all(row is not None and 1 < row.attempt == held.get(row_id) for row_id, row in rows.items())
+
+    play.until(is_leased_again)
     rollout.max_running = 0
-    assert list(play.finish().values()) == unbroken
+    held = rollout.leases.held
+    assert [held[row.row_id.number] is row for row in before] == [streams] * SAMPLES
+    rewards = play.finish()
+    assert [rewards[row.row_id] for row in before] == unbroken
     expected = (0, 2) if streams else (1, 1)
-    assert [(row.version, row.num_versions) for row in rows(play)] == [expected] * SAMPLES
+    ends = {row.row: (row.version, row.num_versions) for row in rows(play)}
+    assert [ends[row.row_id] for row in before] == [expected] * SAMPLES
