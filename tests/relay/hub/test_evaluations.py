@@ -194,7 +194,8 @@ def test_no_rollout_is_ordered_to_take_new_weights_midway_until_the_evaluation_i
     s = scene()
     grant = s.ask("rollout-0")
     s.publish(1)
-    s.hub.state.window.starved_s = s.hub.state.window.step_s = 1.0
+    window = s.hub.state.window
+    window.starved_s = window.step_s = 1.0
     load = LoadReport(
         version=0, num_running=1, num_waiting=0, kv_util=0, tokens=0, busy_s=1, idle_s=0, pull_s=0, peak_running=9
     )
@@ -205,6 +206,7 @@ def test_no_rollout_is_ordered_to_take_new_weights_midway_until_the_evaluation_i
         grant = s.ask("rollout-0", only_evaluation=True)
     s.say("rollout-1", load)
     assert s.heard("rollout-1") == [SwitchWeights(0)]
+    window.starved_s = window.step_s = 0.0  # no event has set them
 
 
 def test_the_next_evaluation_waits_for_the_one_under_way(scene: MakeScene):
