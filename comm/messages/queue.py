@@ -49,6 +49,13 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True):
     is_partial: bool = False
     num_prompt_tokens: int = 0
     """Those of `num_tokens` that all samples of its group begin with; 0 where that is not known."""
+    newest: int = -1
+    """The version that drew the last token of a partial row; `version` is the oldest."""
+
+    @property
+    def continued_by(self) -> int:
+        """The version under which a partial row continues without one more."""
+        return max(self.version, self.newest)
 
     @property
     def key(self) -> str:

@@ -238,11 +238,13 @@ class Published(Event, frozen=True, kw_only=True):
 
 
 class Received(Event, frozen=True, kw_only=True):
-    """`holder` switched to `version`; the digest proves it."""
+    """`holder` switched to `version`; the digest proves it. `num_unfinished` trajectories continue under it, by the hub's order or by their age."""
 
     version: int
     digest: str
     holder: str
+    num_unfinished: int = 0
+    is_ordered: bool = False
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):

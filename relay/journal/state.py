@@ -366,7 +366,9 @@ def _(event: ev.Published, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.Received, state: HubState) -> None:
-    """For audits; it does not change the state."""
+    """The digest is for audits."""
+    if event.num_unfinished:
+        state.midway["starved" if event.is_ordered else "age"] += 1
 
 
 @_change.register

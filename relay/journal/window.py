@@ -84,6 +84,12 @@ class Window:
         return max(self.in_generation + self.margin, self.floor)
 
     @property
+    def starved_share(self) -> float:
+        """The part of the last measured step for which the trainer starved, beside the usual time of its work."""
+        seconds = self.starved_s + self.step_s
+        return self.starved_s / seconds if seconds else 0.0
+
+    @property
     def num_groups(self) -> int:
         """The limit as a whole number; 0 until a step was measured."""
         return 0 if math.isinf(self.limit) else math.ceil(self.limit)
