@@ -2,90 +2,107 @@
 
 With N places, generation and the trainer are a closed network of an infinite server and a single one. The trainer needs
 a = mu L groups in generation (Little's law: mu its rate, L the time to generate a group), and it starves with Erlang's
-probability B(N, a), which does not depend on the distribution of lengths. So N = a + margin. Over a step, a is the time that
-groups spent in generation over the time that the trainer worked: groups that are filtered out count by themselves.
+probability B(N, a), which does not depend on the distribution of lengths. So N = a + margin.
 
-Groups that wait for another task, such as the reference, are generated: where that task is the slowest, a longer queue would only make
-them older.
+mu is known from the first groups that the trainer has worked on, and L is the mean of Kaplan and Meier (1958) over the groups that were
+leased last, in which those still in generation count as far as they are. So a grows from the start on as the groups in generation would
+if the trainer had always worked: the run fills at the trainer's rate, and no faster, since groups that all begin together also end
+together.
 
-The margin is learned. A step that starved raises it by the groups that were missing, and the window that starved is kept as a
-floor, which fades. A step that did not lowers it by a part of the ready groups that were never needed; the whole would swing,
-since a group that is not leased now is missing only a generation later.
+The margin is so many standard deviations of a Poisson number of mean a, or more, which is learned. A step that starved although
+the window was full widens the window by the share of time that was lost, at most a quarter, and once in a latency: before that, groups
+that were leased for the last widening have not come. A step that did not starve lowers the margin by a part of the ready groups that
+were never needed. The window is never much wider than what is under way: rollouts have no room for more, then.
 
-A step with a fault is not measured: leases came back from a dead holder, rows were lost, or no row became ready for several times the
-usual time while some were generated, since no window would have kept the trainer busy. Nor is one during which rollouts work on an
-evaluation, since its groups take longer than those of other steps. After a few such steps in a row they are the usual load, and are
-measured too. After the first measurement a step adds a bounded number of groups, so that a fault which is not noticed
-has little effect.
+Time in which no row became ready for several times the usual time is a stall, and does not count for L. Nor do groups of which rows
+came back or were lost. The first step after a restart does not count for mu.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...comm.messages.base import GroupId
 
 GAIN = 0.3
 """The part of a new measurement that counts, and of the spare groups that leave the margin."""
 TOLERANCE = 0.005
 """The share of a step for which the trainer may starve before the window grows."""
-_HEADROOM = 1.08
-"""Factor by which the floor lies above a window that starved the trainer."""
-_FADE = 0.99
-"""Factor by which the floor shrinks with each step."""
+_DEVIATIONS = 3.0
+"""The least margin, in standard deviations of the groups in generation."""
+_WIDEST_RAISE = 0.25
+"""The share of the window by which it grows at most for a step that starved."""
+_GROWTH = 2.0
+"""Times the most groups under way to which the window is bound: a step measures a trainer, not the rollouts."""
+_ROOM = 1.25
+"""Times the most groups under way to which the window is bound, where these were less than `_USED` of it."""
+_USED = 0.9
 _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
-_PAUSE = 0.1
-"""A step that stood still for longer than this share of itself is not measured, such as for a checkpoint."""
 _STALL = 4
 """Times the usual time of a group and a step without a row that becomes ready, after which generation counts as stalled."""
-_UNUSUAL_STEPS = 4
-"""Most steps in a row that are not measured because of an evaluation or a fault."""
-_GROWTH = 0.5
-"""The part of the window by which it grows at most in a step, where that is more than the groups of the step."""
+_SAMPLE = 2
+"""Groups that are measured, over those in generation."""
+_LEAST_SAMPLE = 64
+_LOOKS = 8
+"""Measurements of L in the time in which as many groups end as are in generation."""
 
 
 @dataclass(slots=True)
 class Window:
     """A fold over the times of events and the counts of groups between them; the seconds are the journal's."""
 
-    in_generation: float = 0.0
-    """a: groups in generation for a trainer that always works."""
-    margin: float = math.inf
-    """Groups beyond them; infinite until a step was measured."""
-    floor: float = 0.0
-    step_s: float = 0.0
-    """Seconds that the trainer works in a step."""
+    limit: float = math.inf
+    """N: groups to have in generation or ready; infinite until the trainer's rate is known."""
+    group_s: float = 0.0
+    """1 / mu: seconds that the trainer works on a group; 0 until it is known."""
     latency_s: float = 0.0
-    """Seconds that a group is generated."""
+    """L: mean seconds from the lease of a group until it is generated."""
+    margin: float = 0.0
+    """The margin that was learned."""
+    most: float = math.inf
+    """The widest window that rollouts have room for."""
+    step_s: float = 0.0
+    """Seconds that the trainer works in a step; 0 until one was measured."""
     publish_s: float = 0.0
     """Seconds from the end of a step until its version is complete on a relay."""
     starved_s: float = 0.0
     """Seconds of the last step in which the trainer waited and no group was ready."""
     per_step: int = 0
     now: float = 0.0
+    clock: float = 0.0
+    """Seconds of generation until the last row became ready, without stalls."""
+    silent_s: float = 0.0
+    """Seconds of generation since then."""
+    raised_at: float = 0.0
+    """The clock when the margin was raised."""
+    began: dict[GroupId, float] = field(default_factory=dict)
+    """The groups in generation that are measured, by the clock at their lease."""
+    ended: list[tuple[float, float]] = field(default_factory=list)
+    """Of those that were generated: the clock at the lease, and the latency."""
+    num_ended: int = 0
+    """Groups that were generated since L was measured."""
+    num_measured: int = 0
+    """Steps that were measured."""
+    num_handed: float = 0.0
+    """Groups that the trainer got lately: a step that ends takes a part off."""
+    num_dropped: float = 0.0
+    """Groups that were generated for nothing, in the same way."""
     elapsed_s: float = 0.0
     """Seconds since the last step ended; the time by which a clock is set back is not taken off."""
-    group_s: float = 0.0
-    """Seconds that groups spent in generation since then."""
     dry_s: float = 0.0
     """Seconds since then in which the step lacked groups and none was generated."""
     least_ready: float = math.inf
     most_queued: int = 0
-    ready_at: float = math.inf
-    """When a row became ready last, or when generation began again after it had no group; infinite until the first row."""
-    silent_s: float = 0.0
-    """Longest time without a row that became ready, of those that ended since the last step."""
-    is_unusual: bool = False
-    """Rollouts worked on an evaluation since then, or a process died with rows."""
-    num_unusual: int = 0
-    """Steps in a row, up to the last one, with that or with a stall."""
-
-    @property
-    def limit(self) -> float:
-        """Groups to have in generation or ready; infinite until a step was measured."""
-        return max(self.in_generation + self.margin, self.floor)
+    peak: float = 0.0
+    """The most groups under way lately; higher ones fade."""
+    is_full: bool = False
+    """Whether the window has been full since the last step ended."""
 
     @property
     def num_groups(self) -> int:
-        """The limit as a whole number; 0 until a step was measured."""
+        """The limit as a whole number; 0 until it is known."""
         return 0 if math.isinf(self.limit) else math.ceil(self.limit)
 
     @property
@@ -93,21 +110,26 @@ class Window:
         """Groups that the trainer works off while a version is published."""
         return self.per_step * self.publish_s / self.step_s if self.step_s else 0.0
 
+    @property
+    def in_generation(self) -> float:
+        """a: groups in generation for a trainer that always works; 0 until its rate is known."""
+        if not self.group_s:
+            return 0.0
+        return self.latency_s / self.group_s * (1 + self.num_dropped / max(self.num_handed, 1.0))
+
     def open(self) -> None:
-        """Begin after a start or a restart of the run: the step in progress is not measured, since the queue is empty."""
+        """Begin after a start or a restart of the run: the step in progress has no measure, since the queue is empty."""
         self.per_step = 0
 
+    def restart(self) -> None:
+        """No group is in generation any more."""
+        self.began.clear()
+        self.open()
+
     def pass_time(
-        self,
-        now: float,
-        num_queued: int,
-        num_ready: int,
-        num_in_training: int,
-        num_at_tasks: int = 0,
-        *,
-        evaluating: bool = False,
+        self, now: float, num_queued: int, num_ready: int, num_in_training: int, num_at_tasks: int = 0
     ) -> None:
-        """The counts have been these since the last call; `evaluating`: rollouts worked on an evaluation too.
+        """The counts have been these since the last call.
 
         num_at_tasks: groups that are generated and wait for another task's columns.
         """
@@ -116,66 +138,130 @@ class Window:
         if seconds <= 0:
             return  # the wall clock was set back, or two events are of one moment
         self.elapsed_s += seconds
-        self.is_unusual |= evaluating
-        num_in_generation = num_queued - num_ready - num_at_tasks
-        if not num_in_generation and not math.isinf(self.ready_at):
-            self.ready_at = now
-        self.group_s += seconds * num_in_generation
+        self.silent_s += seconds
+        if num_queued == num_ready + num_at_tasks:
+            self.silent_s = 0.0  # nothing is generated
         self.least_ready = min(self.least_ready, num_ready)
         self.most_queued = max(self.most_queued, num_queued)
+        self.is_full |= num_queued + 1 >= self.limit
         if not num_ready and not num_at_tasks and num_in_training < self.per_step:
             self.dry_s += seconds
 
-    def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
-        """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
-        self.num_unusual = self.num_unusual + 1 if self.is_unusual or self._has_stalled else 0
-        is_whole = self.per_step > 0 and busy_s > 0 and not 0 < self.num_unusual <= _UNUSUAL_STEPS
-        paused_s = self.elapsed_s - busy_s - waited_s
-        if is_whole and paused_s <= _PAUSE * (busy_s + waited_s):
-            self._learn(num_groups, busy_s, waited_s)
-        self.per_step = num_groups
-        self.is_unusual = False
-        self.elapsed_s = self.group_s = self.dry_s = self.silent_s = 0.0
-        self.least_ready = math.inf
-        self.most_queued = 0
+    def lease(self, group: GroupId) -> None:
+        """All samples of a group begin."""
+        self.began[group] = self.clock + self.silent_s
 
     def row_ready(self) -> None:
         """A row became ready, or failed."""
-        self.silent_s = max(self.silent_s, self.now - self.ready_at)
-        self.ready_at = self.now
+        usual_s = self.latency_s + self.step_s
+        if not self.step_s or self.silent_s <= _STALL * usual_s:
+            self.clock += self.silent_s
+        else:
+            self.began = {group: min(at, self.clock) for group, at in self.began.items()}
+        self.silent_s = 0.0
 
-    def disturb(self) -> None:
-        """A process died, or its rows were lost: the step in progress is not a usual one."""
-        self.is_unusual = True
+    def end(self, group: GroupId) -> None:
+        """A group is generated."""
+        if (at := self.began.pop(group, None)) is None:
+            return
+        self.ended.append((at, self.clock - at))
+        self.num_ended += 1
+        if self.num_ended * _LOOKS >= len(self.began):
+            self._measure()
+
+    def forget(self, group: GroupId) -> None:
+        """Rows of a group came back or were lost, or it was given up: its latency is not a usual one."""
+        self.began.pop(group, None)
+
+    def drop(self, group: GroupId) -> None:
+        """A group was generated for nothing."""
+        self.forget(group)
+        self.num_dropped += 1
+
+    def hand(self, num_groups: int, group_s: float) -> None:
+        """The trainer gets groups; it works for so many seconds on one, as far as it knows (0: it does not)."""
+        self.num_handed += num_groups
+        if group_s and not self.num_measured:
+            self.group_s = group_s
+            if self.latency_s:
+                self._choose()
+            else:
+                self._measure()
+
+    def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
+        """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
+        # As slow as L, and faster where a step is longer.
+        gain = min(GAIN, num_groups / max(_SAMPLE * len(self.began), 1))
+        self.peak = max(self.most_queued, self.peak + gain * (self.most_queued - self.peak))
+        if busy_s > 0 and (self.per_step or not self.num_measured):
+            # The first step also starts the trainer, so the second one takes its place.
+            self.group_s += (gain if self.num_measured > 1 else 1.0) * (busy_s / num_groups - self.group_s)
+            self.step_s = self.group_s * num_groups
+            self.num_measured += 1
+            self._learn(num_groups, busy_s, waited_s)
+        self.per_step = num_groups
+        self.num_handed *= 1 - gain
+        self.num_dropped *= 1 - gain
+        self.elapsed_s = self.dry_s = 0.0
+        self.least_ready = math.inf
+        self.most_queued = 0
+        self.is_full = False
 
     def publish(self, steps_late: int) -> None:
         """A version is complete, the one of the last step or an earlier one."""
         if self.per_step:
             self.publish_s = _smoothed(self.publish_s, self.elapsed_s + steps_late * self.step_s)
 
-    @property
-    def _has_stalled(self) -> bool:
-        """Whether no row became ready for several times the usual time of a group and a step."""
-        usual_s = self.latency_s + self.step_s
-        return self.step_s > 0 and max(self.silent_s, self.now - self.ready_at) > _STALL * usual_s
-
     def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
+        """Raise or lower the margin, for a window that was measured before."""
         was = self.limit
-        before = self.in_generation
-        most = was + max(num_groups, _GROWTH * was)
-        self.in_generation = min(_smoothed(before, self.group_s / busy_s), most)
-        self.step_s = _smoothed(self.step_s, busy_s)
-        self.latency_s = _smoothed(self.latency_s, self.group_s / num_groups)
-        self.starved_s = min(waited_s, self.dry_s)
-        if math.isinf(self.margin):
-            self.margin = max(0.0, self.most_queued - self.in_generation)
+        has_room = not self.per_step or self.peak >= _USED * was
+        self.most = (_GROWTH if has_room else _ROOM) * self.peak
+        self._measure()
+        if not self.per_step:
             return
-        self.floor *= _FADE
+        self.starved_s = min(waited_s, self.dry_s)
         if self.starved_s <= TOLERANCE * (busy_s + waited_s):
             self.margin = max(0.0, self.margin - GAIN * max(0.0, self.least_ready - _SPARE * num_groups))
-        elif self.most_queued + 1 >= was:  # else the rollouts have no room for more
-            self.margin = min(self.margin + self.starved_s * num_groups / busy_s, most - self.in_generation)
-            self.floor = max(self.floor, _HEADROOM * was)
+        elif self.is_full and self.clock - self.raised_at >= self.latency_s:
+            widened = was * (1 + min(self.starved_s / busy_s, _WIDEST_RAISE))
+            self.margin = max(self.margin, widened - self.in_generation)
+            self.raised_at = self.clock
+        self._choose()
+
+    def _measure(self) -> None:
+        """Measure L over the groups that were leased last."""
+        spells = [(at, self.clock - at, False) for at in self.began.values()]
+        spells += [(at, latency_s, True) for at, latency_s in self.ended]
+        spells.sort(reverse=True)
+        del spells[max(_SAMPLE * len(self.began), _LEAST_SAMPLE) :]
+        self.ended = [(at, latency_s) for at, latency_s, is_ended in reversed(spells) if is_ended]
+        self.num_ended = 0
+        self.latency_s = mean_latency([spell[1] for spell in spells], [spell[2] for spell in spells])
+        self._choose()
+
+    def _choose(self) -> None:
+        """Set the limit by what was measured and learned."""
+        needed = self.in_generation
+        if needed:
+            self.limit = min(needed + max(_DEVIATIONS * math.sqrt(needed), self.margin), self.most)
+
+
+def mean_latency(ages_s: list[float], ended: list[bool]) -> float:
+    """The mean of the lifetimes of which these ages are known, some of them `ended`, up to the highest age (Kaplan and Meier, 1958).
+
+    It is the integral of S(t), the product over the ends before t of 1 - 1/n, where n are those of that age and older.
+    """
+    if not ages_s:
+        return 0.0
+    ages = np.maximum(np.array(ages_s), 0.0)
+    died = np.array(ended)
+    order = np.lexsort((~died, ages))  # of one age, those that ended come first
+    ages = ages[order]
+    at_risk = np.arange(len(ages), 0, -1)
+    alive = np.cumprod(1 - died[order] / at_risk)
+    before = np.concatenate([[1.0], alive[:-1]])
+    return float(before @ np.diff(ages, prepend=0.0))
 
 
 def _smoothed(before: float, measured: float) -> float:
