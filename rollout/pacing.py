@@ -31,9 +31,9 @@ class RolloutPacing:
         """Groups that it takes before it drains, where all rollouts together have `window` groups under way.
 
         That is its part of a step, or of the window where this is longer: where a drain lasts for several steps, a part of one
-        step would leave the rollouts half empty. Without a limit while the window is not known (0): the hub shares the queue out then.
+        step would leave the rollouts half empty.
         """
-        if self.share is None or (self.num_sharing and not window):
+        if self.share is None:
             return math.inf
         return max(self.share, math.ceil(window / self.num_sharing)) if self.num_sharing else self.share
 

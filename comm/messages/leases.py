@@ -43,8 +43,7 @@ class LeaseGrant(Message, frozen=True):
     version: int
     leases: list[Lease]
     window: int = 0
-    """Groups that all rollouts together have under way so that the trainer never waits, as far as the queue has room; 0 in the first
-    step, in which the hub shares the queue out."""
+    """Groups that all rollouts together have under way so that the trainer never waits, as far as the queue has room; 0 if not known."""
 
     @property
     def is_evaluation(self) -> bool:

@@ -26,8 +26,6 @@ class RequestRows(Message, frozen=True):
     is_overdue: bool = False
     has_trees: bool = False
     """It computes the prompt that rows of a group share once, so `max_tokens` counts it once."""
-    group_s: float = 0.0
-    """Seconds for which it has worked on a group of `train`, on average; 0 while it has not."""
 
 
 class RowRef(msgspec.Struct, frozen=True, array_like=True):

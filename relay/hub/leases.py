@@ -51,7 +51,7 @@ class Leases(Handler):
         refused: set[int | None] = set()  # a version that admission refuses is refused to all holders
         requests = list(self._requests.items())
         for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
-            share = min(math.ceil(self.admission.free_places(state) / num_asking), self._part_left(holder))
+            share = math.ceil(self.admission.free_places(state) / num_asking)
             if self._grant_evaluation(holder, request):
                 continue
             version = None if self._may_go_back(holder, request) else request.version
@@ -149,20 +149,12 @@ class Leases(Handler):
         self._answer(holder, LeaseGrant(request.request_id, version, prompts))
         return True
 
-    def _part_left(self, holder: str) -> float:
-        """New groups that a rollout may get beside those that it has."""
-        most = self.admission.most_held(self.state)
-        if math.isinf(most):
-            return most
-        held = self.state.held.get(holder, ())
-        return most - len({row_id.group for row_id in held if not row_id.is_evaluation})
-
     def _may_go_back(self, holder: str, request: LeaseRequest) -> bool:
         """Whether a rollout may continue trajectories of a dead one on an older version than its own: it has no work of its own."""
         has_begun = request.can_continue and self.partials.rows and self.state.unassigned
         return bool(has_begun) and holder not in self.state.held
 
-    def _grant(self, holder: str, request: LeaseRequest, version: int | None, share: float) -> bool:
+    def _grant(self, holder: str, request: LeaseRequest, version: int | None, share: int) -> bool:
         """Lease groups to a holder, at most `share` new ones, since one that decodes all of them alone is slow.
 
         version: as in `LeaseChooser.choose`. Returns whether another holder of the same version may still get some.

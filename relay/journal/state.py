@@ -333,7 +333,6 @@ def _(event: ev.Handed, state: HubState) -> None:
         group.step = event.step
         state.in_training.append(group_id)
         state.queue.remove(group_id)
-    state.window.hand(len(event.groups), event.group_s)
 
 
 @_change.register

@@ -4,18 +4,18 @@ With N places, generation and the trainer are a closed network of an infinite se
 a = mu L groups in generation (Little's law: mu its rate, L the time to generate a group), and it starves with Erlang's
 probability B(N, a), which does not depend on the distribution of lengths. So N = a + margin.
 
-mu is known from the first groups that the trainer has worked on, and L is the mean of Kaplan and Meier (1958) over the groups that were
-leased last, in which those still in generation count as far as they are. So a grows from the start on as the groups in generation would
-if the trainer had always worked: the run fills at the trainer's rate, and no faster, since groups that all begin together also end
-together.
+L is the mean of Kaplan and Meier (1958) over the groups that were leased last, in which those still in generation count as far as they
+are. So while a run fills, a grows as the groups in generation would if the trainer had always worked: the queue fills at the trainer's
+rate, and no faster, since groups that all begin together also end together. Nor does the time that a starving trainer waits count,
+during which fewer groups end than begin.
 
-The margin is so many standard deviations of a Poisson number of mean a, or more, which is learned. A step that starved although
-the window was full widens the window by the share of time that was lost, at most a quarter, and once in a latency: before that, groups
-that were leased for the last widening have not come. A step that did not starve lowers the margin by a part of the ready groups that
-were never needed. The window is never much wider than what is under way: rollouts have no room for more, then.
+The margin is so many standard deviations of a Poisson number of mean a, or more, which is learned. A step that starved although the
+window was full widens the window by the share of time that was lost, at most a quarter, and once in a latency: before that, groups that
+were leased for the last widening have not come. A step that did not starve lowers the margin by a part of the ready groups that were
+never needed. A window that rollouts have no room for is never much wider than what is under way.
 
 Time in which no row became ready for several times the usual time is a stall, and does not count for L. Nor do groups of which rows
-came back or were lost. The first step after a restart does not count for mu.
+came back or were lost.
 """
 
 import math
@@ -33,18 +33,18 @@ _DEVIATIONS = 3.0
 """The least margin, in standard deviations of the groups in generation."""
 _WIDEST_RAISE = 0.25
 """The share of the window by which it grows at most for a step that starved."""
-_GROWTH = 2.0
-"""Times the most groups under way to which the window is bound: a step measures a trainer, not the rollouts."""
-_ROOM = 1.25
-"""Times the most groups under way to which the window is bound, where these were less than `_USED` of it."""
 _USED = 0.9
+"""The share of the window that was under way where rollouts have room for all of it."""
+_ROOM = 1.25
+"""Times the most groups under way to which the window is bound where they have not."""
 _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _STALL = 4
 """Times the usual time of a group and a step without a row that becomes ready, after which generation counts as stalled."""
 _SAMPLE = 2
-"""Groups that are measured, over those in generation."""
+"""Groups over which L and mu are measured, for each one in generation."""
 _LEAST_SAMPLE = 64
+"""Groups over which L is measured, at least."""
 _LOOKS = 8
 """Measurements of L in the time in which as many groups end as are in generation."""
 
@@ -61,8 +61,8 @@ class Window:
     """L: mean seconds from the lease of a group until it is generated."""
     margin: float = 0.0
     """The margin that was learned."""
-    most: float = math.inf
-    """The widest window that rollouts have room for."""
+    room: float = math.inf
+    """The widest window that rollouts have room for, as far as it is known."""
     step_s: float = 0.0
     """Seconds that the trainer works in a step; 0 until one was measured."""
     publish_s: float = 0.0
@@ -85,8 +85,8 @@ class Window:
     """Groups that were generated since L was measured."""
     num_measured: int = 0
     """Steps that were measured."""
-    num_handed: float = 0.0
-    """Groups that the trainer got lately: a step that ends takes a part off."""
+    num_trained: float = 0.0
+    """Groups that were trained lately; earlier ones fade."""
     num_dropped: float = 0.0
     """Groups that were generated for nothing, in the same way."""
     elapsed_s: float = 0.0
@@ -115,7 +115,7 @@ class Window:
         """a: groups in generation for a trainer that always works; 0 until its rate is known."""
         if not self.group_s:
             return 0.0
-        return self.latency_s / self.group_s * (1 + self.num_dropped / max(self.num_handed, 1.0))
+        return self.latency_s / self.group_s * (1 + self.num_dropped / self.num_trained)
 
     def open(self) -> None:
         """Begin after a start or a restart of the run: the step in progress has no measure, since the queue is empty."""
@@ -153,8 +153,7 @@ class Window:
 
     def row_ready(self) -> None:
         """A row became ready, or failed."""
-        usual_s = self.latency_s + self.step_s
-        if not self.step_s or self.silent_s <= _STALL * usual_s:
+        if not self.step_s or self.silent_s <= _STALL * (self.latency_s + self.step_s):
             self.clock += self.silent_s
         else:
             self.began = {group: min(at, self.clock) for group, at in self.began.items()}
@@ -178,30 +177,19 @@ class Window:
         self.forget(group)
         self.num_dropped += 1
 
-    def hand(self, num_groups: int, group_s: float) -> None:
-        """The trainer gets groups; it works for so many seconds on one, as far as it knows (0: it does not)."""
-        self.num_handed += num_groups
-        if group_s and not self.num_measured:
-            self.group_s = group_s
-            if self.latency_s:
-                self._choose()
-            else:
-                self._measure()
-
     def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
-        # As slow as L, and faster where a step is longer.
         gain = min(GAIN, num_groups / max(_SAMPLE * len(self.began), 1))
+        self.num_trained = (1 - gain) * self.num_trained + num_groups
+        self.num_dropped *= 1 - gain
         self.peak = max(self.most_queued, self.peak + gain * (self.most_queued - self.peak))
         if busy_s > 0 and (self.per_step or not self.num_measured):
             # The first step also starts the trainer, so the second one takes its place.
             self.group_s += (gain if self.num_measured > 1 else 1.0) * (busy_s / num_groups - self.group_s)
             self.step_s = self.group_s * num_groups
-            self.num_measured += 1
             self._learn(num_groups, busy_s, waited_s)
+            self.num_measured += 1
         self.per_step = num_groups
-        self.num_handed *= 1 - gain
-        self.num_dropped *= 1 - gain
         self.elapsed_s = self.dry_s = 0.0
         self.least_ready = math.inf
         self.most_queued = 0
@@ -213,13 +201,12 @@ class Window:
             self.publish_s = _smoothed(self.publish_s, self.elapsed_s + steps_late * self.step_s)
 
     def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
-        """Raise or lower the margin, for a window that was measured before."""
+        """Raise or lower the margin, if the window was known before the step."""
         was = self.limit
-        has_room = not self.per_step or self.peak >= _USED * was
-        self.most = (_GROWTH if has_room else _ROOM) * self.peak
         self._measure()
-        if not self.per_step:
+        if not self.num_measured:
             return
+        self.room = _ROOM * self.peak if self.peak < _USED * was else math.inf
         self.starved_s = min(waited_s, self.dry_s)
         if self.starved_s <= TOLERANCE * (busy_s + waited_s):
             self.margin = max(0.0, self.margin - GAIN * max(0.0, self.least_ready - _SPARE * num_groups))
@@ -242,9 +229,8 @@ class Window:
 
     def _choose(self) -> None:
         """Set the limit by what was measured and learned."""
-        needed = self.in_generation
-        if needed:
-            self.limit = min(needed + max(_DEVIATIONS * math.sqrt(needed), self.margin), self.most)
+        if needed := self.in_generation:
+            self.limit = min(needed + max(_DEVIATIONS * math.sqrt(needed), self.margin), self.room)
 
 
 def mean_latency(ages_s: list[float], ended: list[bool]) -> float:

@@ -20,8 +20,8 @@ from ..journal.records import Group, RowStatus
 from .samplers import Budget, Candidate, Sampler
 from .schedules import SCHEDULES, Schedule
 
-_FIRST_STEPS = 8
-"""Most steps of groups in the queue before a step was trained."""
+FIRST_STEPS = 2
+"""Steps of groups in the queue until the trainer's rate is known: with one, the first step would last as long as its slowest group."""
 
 
 class Admission:
@@ -35,13 +35,12 @@ class Admission:
         schedule: Schedule = SCHEDULES["headrace"],
         sampler: Sampler | None = None,
         micro_tokens: int = 0,
-        num_rollouts: int = 1,
     ) -> None:
         self.schedule = schedule
         self.per_step = batch.prompts_per_step
         self.update_ends = batch.update_ends
         self.bound = queue.max_staleness if schedule.staleness is None else schedule.staleness
-        steps = 1 if self.bound is None else self.bound + 1
+        steps = FIRST_STEPS if self.bound is None else self.bound + 1
         self.follows_trainer = queue.lead == "auto" and schedule.staleness is None
         self.first_lead = steps * self.per_step if queue.lead == "auto" else queue.lead
         """Most groups in the queue before the window is known, and at any time if it does not follow the trainer."""
@@ -50,15 +49,12 @@ class Admission:
         """Chooses among the complete groups; None for the most urgent or the oldest."""
         self.micro_tokens = micro_tokens
         """Tokens of a micro-batch on each rank of the trainer: smaller ones take longer for a token."""
-        self.num_rollouts = num_rollouts
 
     def lead(self, state: HubState) -> int:
         """Most groups in the queue now."""
         window = state.window.limit
         if not self.follows_trainer or math.isinf(window):
             return self.first_lead
-        if not state.step:  # the trainer's work is known without its update, so its rate seems higher than it is
-            return max(self.first_lead, min(math.ceil(window / 2), _FIRST_STEPS * self.per_step))
         return math.ceil(max(window, self._least_lead(state)))
 
     def free_places(self, state: HubState) -> int:
@@ -66,15 +62,9 @@ class Admission:
         return max(0, min(self.lead(state), self.remaining_groups(state)) - state.num_queued)
 
     def shared_window(self, state: HubState) -> int:
-        """The window that rollouts share by what each takes before it drains; 0 in the first step, when none needs to drain."""
-        lead = self.lead(state)
-        return min(state.window.num_groups or lead, lead) if state.step else 0
-
-    def most_held(self, state: HubState) -> float:
-        """Groups that a rollout may have: in the first step its part of the queue, since some may start later than others."""
-        if state.step or self.schedule.staleness is not None:
-            return math.inf
-        return math.ceil(self.lead(state) / self.num_rollouts)
+        """Groups that all rollouts together have under way, as far as the queue has room; 0 if not known."""
+        first = self.first_lead if self.follows_trainer else 0
+        return min(state.window.num_groups or first, self.lead(state))
 
     def open_slots(self, state: HubState) -> int:
         """Groups that may still be handed out for the step in progress."""

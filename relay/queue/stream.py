@@ -95,32 +95,6 @@ class SingleRank:
         return values
 
 
-class Pace:
-    """Measures how long the caller of a stream works on a group, between one batch and the next."""
-
-    def __init__(self, seconds: Callable[[], float]) -> None:
-        self.group_s = 0.0
-        """Mean seconds; 0 until the first batch is done."""
-        self._seconds = seconds
-        self._began = 0.0
-        self._num_in_work = 0
-        self._worked_s = 0.0
-        self._num_groups = 0
-
-    def end_work(self) -> None:
-        """The caller asks for the next batch."""
-        if self._num_in_work:
-            self._worked_s += self._seconds() - self._began
-            self._num_groups += self._num_in_work
-            self._num_in_work = 0
-            self.group_s = self._worked_s / self._num_groups
-
-    def begin_work(self, num_groups: int) -> None:
-        """The caller has its batch."""
-        self._num_in_work = num_groups
-        self._began = self._seconds()
-
-
 class RowFetcher:
     """A thread that requests rows and fetches this rank's share of them ahead of `next`.
 
@@ -153,7 +127,6 @@ class RowFetcher:
         self._needs_gradient = needs_gradient
         self.num_signs = 0
         """Answers of the hub without rows so far, the same on all ranks."""
-        self.pace = Pace(threads.seconds)
         self._free_places = threads.new_semaphore(PLACES)
         self._ahead: queue.Queue[Batch | AfterLastStep | Exception] = threads.new_queue()
         self._thread = threads.new_thread(self._run, "experience stream")
@@ -226,7 +199,7 @@ class RowFetcher:
                 break
             if threads.seconds() >= waits_until:
                 return NoRowsYet(0)
-        answer = self._requester.request(step, received, self._evaluated, self.pace.group_s)
+        answer = self._requester.request(step, received, self._evaluated)
         if isinstance(answer, NoRowsYet):
             self._free_places.release()
         return answer
@@ -343,14 +316,11 @@ class ExperienceStream:
         Raises `RunStopped` when the hub ended the run, `WaitTimeout` after a silence of `deadline_s`, and the thread's error if it
         failed.
         """
-        pace = self._fetcher.pace
-        pace.end_work()
         while True:
             num_signs = self._fetcher.num_signs
             with waiting("hub", self._what, self._deadline_s) as wait:
                 while num_signs == self._fetcher.num_signs:
                     if (found := self._fetcher.next(POLL_S)) is not None:
-                        pace.begin_work(len(found.row_batch.groups) if isinstance(found, Batch) else 0)
                         return found
                     wait.check()
 
