@@ -41,7 +41,7 @@ _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _STALL = 4
 """Times the usual time of a group and a step without a row that becomes ready, after which generation counts as stalled."""
-_SAMPLE = 2
+_SAMPLE = 1
 """Groups over which L and mu are measured, for each one in generation."""
 _LEAST_SAMPLE = 64
 """Groups over which L is measured, at least."""
@@ -81,6 +81,8 @@ class Window:
     """The groups in generation that are measured, by the clock at their lease."""
     ended: list[tuple[float, float]] = field(default_factory=list)
     """Of those that were generated: the clock at the lease, and the latency."""
+    since: float = -math.inf
+    """The clock from which on groups are measured."""
     num_ended: int = 0
     """Groups that were generated since L was measured."""
     num_measured: int = 0
@@ -217,14 +219,15 @@ class Window:
         self._choose()
 
     def _measure(self) -> None:
-        """Measure L over the groups that were leased last."""
-        spells = [(at, self.clock - at, False) for at in self.began.values()]
-        spells += [(at, latency_s, True) for at, latency_s in self.ended]
-        spells.sort(reverse=True)
-        del spells[max(_SAMPLE * len(self.began), _LEAST_SAMPLE) :]
-        self.ended = [(at, latency_s) for at, latency_s, is_ended in reversed(spells) if is_ended]
+        """Measure L over the groups that were in generation lately: since some of those that have ended were."""
         self.num_ended = 0
-        self.latency_s = mean_latency([spell[1] for spell in spells], [spell[2] for spell in spells])
+        num = max(_SAMPLE * len(self.began), _LEAST_SAMPLE)
+        for at, latency_s in self.ended[:-num]:
+            self.since = max(self.since, at + latency_s)
+        self.ended = self.ended[-num:]
+        begins = np.array([*self.began.values(), *(at for at, _ in self.ended)])
+        ages = np.array([*(self.clock - at for at in self.began.values()), *(latency_s for _, latency_s in self.ended)])
+        self.latency_s = mean_latency(self.since - begins, ages, len(self.began))
         self._choose()
 
     def _choose(self) -> None:
@@ -233,21 +236,20 @@ class Window:
             self.limit = min(needed + max(_DEVIATIONS * math.sqrt(needed), self.margin), self.room)
 
 
-def mean_latency(ages_s: list[float], ended: list[bool]) -> float:
-    """The mean of the lifetimes of which these ages are known, some of them `ended`, up to the highest age (Kaplan and Meier, 1958).
+def mean_latency(before_s: np.ndarray, ages_s: np.ndarray, num_alive: int) -> float:
+    """The mean lifetime by the ends among lives that were seen from the age `before_s` on, until their age `ages_s`.
 
-    It is the integral of S(t), the product over the ends before t of 1 - 1/n, where n are those of that age and older.
+    The first `num_alive` have not ended. It is the integral of S(t) up to the highest age, and S(t) is the product over the ends
+    before t of 1 - 1/n, where n lives were seen at that age (Kaplan and Meier, 1958). One more is counted, which never ends: so the
+    end of the only one that was seen at its age is not taken for that of all.
     """
-    if not ages_s:
-        return 0.0
-    ages = np.maximum(np.array(ages_s), 0.0)
-    died = np.array(ended)
-    order = np.lexsort((~died, ages))  # of one age, those that ended come first
-    ages = ages[order]
-    at_risk = np.arange(len(ages), 0, -1)
-    alive = np.cumprod(1 - died[order] / at_risk)
-    before = np.concatenate([[1.0], alive[:-1]])
-    return float(before @ np.diff(ages, prepend=0.0))
+    ends = np.sort(ages_s[num_alive:])
+    num_older = len(ages_s) - np.searchsorted(np.sort(ages_s), ends)
+    num_unseen = len(ages_s) - np.searchsorted(np.sort(before_s), ends, side="right")
+    num_before = np.arange(len(ends)) - np.searchsorted(ends, ends)  # of the same age
+    alive = np.cumprod(1 - 1 / (1 + num_older - num_unseen - num_before))
+    times = np.append(ends, np.max(ages_s, initial=0.0))
+    return float(np.append(1.0, alive) @ np.diff(times, prepend=0.0))
 
 
 def _smoothed(before: float, measured: float) -> float:
