@@ -162,12 +162,12 @@ def test_a_run_fills_within_two_latencies_and_not_at_once():
     line = Line(some_seconds).run(20)
     assert share_trained(line, 20) > 0.9
     begun = sorted(line.leased_at)
-    assert max(sum(at <= t < at + 0.5 for t in begun) for at in begun if at > 0) <= 60, "not the whole window together"
+    assert max(sum(at <= t < at + 0.5 for t in begun) for at in begun if at > 0) <= 70, "not the whole window together"
 
 
 def test_a_run_that_fills_does_not_wind_up():
     line = Line(some_seconds).run(200)
-    assert line.widest <= 1.6 * 10 / GROUP_S
+    assert line.widest <= 1.8 * 10 / GROUP_S
 
 
 def test_where_rollouts_have_no_room_for_it_the_window_is_little_wider_than_what_is_under_way():
@@ -192,7 +192,8 @@ def known(latency_s: float = 10.0) -> Window:
     """A window that has measured such latencies, and a step."""
     window = Window(now=1000.0, clock=1000.0, group_s=GROUP_S, num_measured=2, per_step=PER_STEP, raised_at=-math.inf)
     window.ended = [(900.0, latency_s)] * 64
-    end_step(window, 0.0)
+    window.limit = window.most_queued = 10 * PER_STEP
+    window.end_step(PER_STEP, PER_STEP * GROUP_S, 0.0)
     assert window.in_generation == pytest.approx(latency_s / GROUP_S) and not window.margin
     return window
 
