@@ -63,7 +63,7 @@ class Leases(Handler):
         self._requests.pop(process, None)
         leased = list(self.state.held.get(process, {}).items())
         for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
-            self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason, died=True))
+            self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
         # The process may have died between writing a row and reporting it: those bytes have no reader.
         self.context.drop_rows(row_id for row_id, _ in leased if not row_id.is_evaluation)
 

@@ -342,7 +342,7 @@ def test_a_group_that_was_filtered_out_or_failed_was_generated_for_nothing():
 @pytest.mark.parametrize(
     "event",
     [
-        ev.Returned(t=6.0, group=LEASED, attempt=1, reason="", died=True),
+        ev.Returned(t=6.0, group=LEASED, attempt=1, reason="dead"),
         ev.UnitLost(t=6.0, unit="u#1", reason="dead"),
         ev.RowsLost(t=6.0, rows=[LEASED.row(0)], attempts=[1], reason="lost"),
     ],
