@@ -4,10 +4,10 @@ With N places, generation and the trainer are a closed network of an infinite se
 a = mu L groups in generation (Little's law: mu its rate, L the time to generate a group), and it starves with Erlang's
 probability B(N, a), which does not depend on the distribution of lengths. So N = a + margin.
 
-L is the mean of Kaplan and Meier (1958) over the groups that were leased last, in which those still in generation count as far as they
-are. So while a run fills, a grows as the groups in generation would if the trainer had always worked: the queue fills at the trainer's
-rate, and no faster, since groups that all begin together also end together. Nor does the time that a starving trainer waits count,
-during which fewer groups end than begin.
+L is the mean of Kaplan and Meier (1958) over the groups that were in generation lately: each counts for the ages at which it was seen,
+though it has not ended, or began long before. So while a run fills, a grows as the groups in generation would if the trainer had always
+worked: the queue fills at the trainer's rate, and no faster, since groups that all begin together also end together. Nor does it change
+L that a trainer starves.
 
 The margin is so many standard deviations of a Poisson number of mean a, or more, which is learned. A step that starved although the
 window was full widens the window by the share of time that was lost, at most a quarter, and once in a latency: before that, groups that
@@ -41,12 +41,10 @@ _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _STALL = 4
 """Times the usual time of a group and a step without a row that becomes ready, after which generation counts as stalled."""
-_SAMPLE = 1
-"""Groups over which L and mu are measured, for each one in generation."""
 _LEAST_SAMPLE = 64
-"""Groups over which L is measured, at least."""
+"""Groups that ended, over which L is measured, where fewer are in generation."""
 _LOOKS = 8
-"""Measurements of L in the time in which as many groups end as are in generation."""
+"""Measurements of L in the time in which as many groups end as it is measured over."""
 
 
 @dataclass(slots=True)
@@ -119,6 +117,11 @@ class Window:
             return 0.0
         return self.latency_s / self.group_s * (1 + self.num_dropped / self.num_trained)
 
+    @property
+    def _sample(self) -> int:
+        """Groups that ended, over which L is measured."""
+        return max(len(self.began), _LEAST_SAMPLE)
+
     def open(self) -> None:
         """Begin after a start or a restart of the run: the step in progress has no measure, since the queue is empty."""
         self.per_step = 0
@@ -167,7 +170,7 @@ class Window:
             return
         self.ended.append((at, self.clock - at))
         self.num_ended += 1
-        if self.num_ended * _LOOKS >= len(self.began):
+        if self.num_ended * _LOOKS >= self._sample:
             self._measure()
 
     def forget(self, group: GroupId) -> None:
@@ -181,7 +184,7 @@ class Window:
 
     def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
-        gain = min(GAIN, num_groups / max(_SAMPLE * len(self.began), 1))
+        gain = min(GAIN, num_groups / max(len(self.began), 1))
         self.num_trained = (1 - gain) * self.num_trained + num_groups
         self.num_dropped *= 1 - gain
         self.peak = max(self.most_queued, self.peak + gain * (self.most_queued - self.peak))
@@ -205,7 +208,7 @@ class Window:
     def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """Raise or lower the margin, if the window was known before the step."""
         was = self.limit
-        self._measure()
+        self._choose()
         if not self.num_measured:
             return
         self.room = _ROOM * self.peak if self.peak < _USED * was else math.inf
@@ -221,7 +224,7 @@ class Window:
     def _measure(self) -> None:
         """Measure L over the groups that were in generation lately: since some of those that have ended were."""
         self.num_ended = 0
-        num = max(_SAMPLE * len(self.began), _LEAST_SAMPLE)
+        num = self._sample
         for at, latency_s in self.ended[:-num]:
             self.since = max(self.since, at + latency_s)
         self.ended = self.ended[-num:]

@@ -191,7 +191,7 @@ def steady() -> Line:
 def known(latency_s: float = 10.0) -> Window:
     """A window that has measured such latencies, and a step."""
     window = Window(now=1000.0, clock=1000.0, group_s=GROUP_S, num_measured=2, per_step=PER_STEP, raised_at=-math.inf)
-    window.ended = [(900.0, latency_s)] * 64
+    window.latency_s = latency_s
     window.limit = window.most_queued = 10 * PER_STEP
     window.end_step(PER_STEP, PER_STEP * GROUP_S, 0.0)
     assert window.in_generation == pytest.approx(latency_s / GROUP_S) and not window.margin
