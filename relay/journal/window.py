@@ -14,8 +14,8 @@ window was full widens the window by the share of time that was lost, at most a 
 were leased for the last widening have not come. A step that did not starve lowers the margin by a part of the ready groups that were
 never needed. A window that rollouts have no room for is never much wider than what is under way.
 
-Time in which no row became ready for several times the usual time is a stall, and does not count for L. Nor do groups of which rows
-came back or were lost.
+Time in which no row became ready for several times the usual time is a stall, and does not count for L. Nor does the time until the
+first row, in which rollouts also start, nor do groups of which rows came back or were lost.
 """
 
 import math
@@ -37,6 +37,8 @@ _USED = 0.9
 """The share of the window that was under way where rollouts have room for all of it."""
 _ROOM = 1.25
 """Times the most groups under way to which the window is bound where they have not."""
+_GROWTH = 4.0
+"""The same where they have: the first measurements may be of a faulty start."""
 _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _STALL = 4
@@ -73,6 +75,8 @@ class Window:
     """Seconds of generation until the last row became ready, without stalls."""
     silent_s: float = 0.0
     """Seconds of generation since then."""
+    has_rows: bool = False
+    """Whether a row has become ready since the start: rollouts start, too, before the first one."""
     raised_at: float = 0.0
     """The clock when the margin was raised."""
     began: dict[GroupId, float] = field(default_factory=dict)
@@ -129,6 +133,7 @@ class Window:
     def restart(self) -> None:
         """No group is in generation any more."""
         self.began.clear()
+        self.has_rows = False
         self.open()
 
     def pass_time(
@@ -158,10 +163,12 @@ class Window:
 
     def row_ready(self) -> None:
         """A row became ready, or failed."""
-        if not self.step_s or self.silent_s <= _STALL * (self.latency_s + self.step_s):
+        is_usual = self.silent_s <= _STALL * (self.latency_s + self.step_s)
+        if self.has_rows and (is_usual or not self.latency_s):
             self.clock += self.silent_s
         else:
             self.began = {group: min(at, self.clock) for group, at in self.began.items()}
+        self.has_rows = True
         self.silent_s = 0.0
 
     def end(self, group: GroupId) -> None:
@@ -208,10 +215,11 @@ class Window:
     def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """Raise or lower the margin, if the window was known before the step."""
         was = self.limit
+        is_used = math.isinf(was) or self.peak >= _USED * was
+        self.room = (_GROWTH if is_used else _ROOM) * self.peak
         self._choose()
-        if not self.num_measured:
+        if math.isinf(was):
             return
-        self.room = _ROOM * self.peak if self.peak < _USED * was else math.inf
         self.starved_s = min(waited_s, self.dry_s)
         if self.starved_s <= TOLERANCE * (busy_s + waited_s):
             self.margin = max(0.0, self.margin - GAIN * max(0.0, self.least_ready - _SPARE * num_groups))

@@ -140,15 +140,23 @@ def test_the_mean_latency_of_many_groups_is_their_mean_though_many_are_still_in_
     assert mean_of(ages[: len(alive)], ages[len(alive) :], before) == pytest.approx(10.0, rel=0.06)
 
 
-def test_until_the_trainers_rate_is_known_the_window_has_no_limit():
+def test_until_the_trainers_rate_and_the_latency_are_known_the_window_has_no_limit():
     window = Window()
-    window.lease(GroupId(0, 0))
-    window.pass_time(10.0, 1, 0, 0)
-    window.row_ready()
-    window.end(GroupId(0, 0))
-    assert math.isinf(window.limit)
     window.end_step(PER_STEP, PER_STEP * GROUP_S, 0.0)
-    assert not math.isinf(window.limit)
+    assert math.isinf(window.limit)
+    line = Line(some_seconds)
+    while not line.num_trained >= PER_STEP:
+        assert math.isinf(line.window.limit)
+        line.run(0.1)
+    assert line.window.limit < math.inf
+
+
+@pytest.mark.parametrize("stalled_s", [0.0, 100.0])
+def test_a_slow_start_of_rollouts_does_not_make_the_window_wide(stalled_s: float):
+    line = Line(lambda random: random.uniform(0.5, 1.5))
+    line.stall(stalled_s)
+    line.run(stalled_s + 10)
+    assert line.widest <= 40, "one step is in generation"
 
 
 def test_the_groups_in_generation_are_the_trainers_rate_times_the_time_of_a_group():
@@ -190,7 +198,8 @@ def steady() -> Line:
 
 def known(latency_s: float = 10.0) -> Window:
     """A window that has measured such latencies, and a step."""
-    window = Window(now=1000.0, clock=1000.0, group_s=GROUP_S, num_measured=2, per_step=PER_STEP, raised_at=-math.inf)
+    window = Window(now=1000.0, clock=1000.0, group_s=GROUP_S, num_measured=2, per_step=PER_STEP)
+    window.raised_at, window.has_rows = -math.inf, True
     window.latency_s = latency_s
     window.limit = window.most_queued = 10 * PER_STEP
     window.end_step(PER_STEP, PER_STEP * GROUP_S, 0.0)
@@ -327,11 +336,11 @@ def failed(t: float, sample: int) -> ev.RowFailed:
     return ev.RowFailed(t=t, row=LEASED.row(sample), reason="refused")
 
 
-def test_a_group_ends_with_its_last_sample():
+def test_a_group_ends_with_its_last_sample_and_counts_from_the_first_row_of_the_run_on():
     assert not state_with(ready(5.0, 0)).window.ended
     for last in (ready(9.0, 1), failed(9.0, 1)):
         window = state_with(ready(5.0, 0), last).window
-        assert window.ended == [(0.0, 7.0)] and not window.began
+        assert window.ended == [(0.0, 4.0)] and not window.began
 
 
 def test_a_group_that_was_filtered_out_or_failed_was_generated_for_nothing():
