@@ -126,7 +126,7 @@ class Leases(Handler):
             if samples := [s for s, row in enumerate(rows) if (row.status, row.holder, row.attempt) == held]:
                 evaluated = self.evaluations.prompts if group_id.is_evaluation else None
                 leases.append(Lease(group_id, attempt, samples, msgspec.Raw((evaluated or self.prompts).row(group_id))))
-        return LeaseGrant(grant.request_id, grant.version, leases)
+        return LeaseGrant(grant.request_id, grant.version, leases, self.admission.shared_window(self.state))
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
         reason = "its version is gone" if message.is_gone else f"{sender} switched to another version"
