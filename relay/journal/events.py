@@ -58,15 +58,11 @@ class Leased(Event, frozen=True, kw_only=True):
 
 
 class Returned(Event, frozen=True, kw_only=True):
-    """The unfinished rows of a group came back: their holder died or switched to another version.
-
-    `died` is not in journals of earlier versions.
-    """
+    """The unfinished rows of a group came back: their holder died or switched to another version."""
 
     group: GroupId
     attempt: int
     reason: str
-    died: bool = False
 
 
 class Moved(Event, frozen=True, kw_only=True):
