@@ -141,3 +141,13 @@ class DiskReserve:
     def release(self) -> None:
         """Free the reserved space; a second call does nothing."""
         self._path.unlink(missing_ok=True)
+
+
+def folder_bytes(folder: Path) -> int:
+    """The bytes of all files in a folder, those under way included. Files may be renamed and folders removed meanwhile."""
+    found = 0
+    for path, _, files in os.walk(folder):  # unlike `rglob`, it passes over what is gone
+        for name in files:
+            with suppress(OSError):
+                found += Path(path, name).stat().st_size
+    return found

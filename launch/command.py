@@ -27,6 +27,7 @@ COMMANDS = {
         "numerics", "compares the log-probs of generator and trainer on a model: headrace numerics MODEL"
     ),
     "status": Command("ctl:status", "prints how far a running job is: headrace status RUN"),
+    "view": Command("report.viewer.command", "shows samples and metrics of a run on a local page: headrace view RUN"),
     "ctl": Command("ctl", "gives a running job an order: headrace ctl RUN drain ROLLOUT, or stop"),
     "audit": Command("audit", "checks the journal of runs and counts their trajectories: headrace audit RUN..."),
     "replay": Command("report.replay", "trains steps of a run again, and compares other losses: headrace replay RUN"),

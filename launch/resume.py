@@ -19,8 +19,9 @@ from ..relay.journal.cutting import KnownSteps, cut_after, steps_in
 from ..relay.journal.evaluations import EVALUATIONS_FILE
 from ..relay.journal.files import JournalError
 from ..relay.journal.journal import Journal
-from ..relay.weights.saved_states import FOLDER as MEMORY
-from ..relay.weights.saved_states import SavedStates
+from ..relay.weights.copies_on_disk import FOLDER as MEMORY
+from ..relay.weights.copies_on_disk import CopiesOnDisk
+from ..trainer.record.samples_file import SAMPLES_FILE
 from .config.device_defaults import changed_type
 from .config.load import read_recipe
 from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, JOURNAL_FOLDER, METRICS_FILE, SUMMARY_FILE, read_summary
@@ -31,6 +32,7 @@ _OF_ONE_RUN = (
     JOURNAL_FOLDER,
     METRICS_FILE,
     EVALUATIONS_FILE,
+    SAMPLES_FILE,
     ROWS,
     "checkpoints",
     "queue",
@@ -114,7 +116,7 @@ def choose_point(recipe: Recipe) -> ResumePoint:
             f"run.resume: the {known.num_trained} steps of the run in {run_dir} cannot be rebuilt. No checkpoint can be used:"
             f" {why}. Nor can all steps be trained again: {problem}. {_WAYS_OUT}"
         )
-    copy, skipped = SavedStates(run_dir).newest(checkpoint or 0, step, recipe.roles.actor)
+    copy, skipped = CopiesOnDisk(run_dir).newest(checkpoint or 0, step, recipe.roles.actor)
     point = ResumePoint(step, checkpoint, [*problems, *skipped], copy)
     lines = [*_told(folder, point, known.num_trained, problem, changed), *changed_type(recipe)]
     return point._replace(lines=lines)
@@ -164,7 +166,7 @@ def _told(
         yield f"run.resume=auto: {reason}; it is skipped"
     first = (point.copy or point.checkpoint or 0) + 1
     if point.copy is not None:
-        start = f", from the copy of the training state in {SavedStates(folder.root.parent).path(point.copy)}"
+        start = f", from the copy of the training state in {CopiesOnDisk(folder.root.parent).path(point.copy)}"
     elif point.checkpoint is not None:
         start = f", from {folder.path(point.checkpoint)}"
     else:
@@ -219,7 +221,7 @@ def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
             path.rename(aside / path.name)
     for path in given_up:
         path.unlink(missing_ok=True)  # of the step under way at the end, which no journal knows
-    copies = SavedStates(run_dir)
+    copies = CopiesOnDisk(run_dir)
     # Of no use: those that are older than the checkpoint, and those of a step that no journal knows. Others stay: the newest may be damaged.
     copies.remove(step for step in copies.steps() if not (point.checkpoint or 0) < step <= num_trained)
     for name in ("checkpoints", "queue", MEMORY):  # else the new steps of these numbers would seem to have them

@@ -119,7 +119,25 @@ class HeldLeases:
         self._evaluates = grant.is_evaluation
         self._window = grant.window or self._window
         self._taken += 0 if grant.is_evaluation else len(grant.leases)
-        return [(lease, self._hold(lease, version)) for lease in grant.leases]
+        return [(lease, self._hold(lease, version, grant.version)) for lease in grant.leases]
+
+    def too_old(self, grant: LeaseGrant) -> list[LeasedRow]:
+        """Unfinished trajectories here that a grant leases again, as younger ones than they are: they began on a version before.
+
+        The hub took this rollout for dead, and does not know of their first tokens. They would be due earlier than it has planned.
+        """
+        if self.is_answered(grant):
+            return []
+        again = (
+            (lease, sample, self.held.get(lease.group.row(sample).number))
+            for lease in grant.leases
+            for sample in lease.samples
+        )
+        return [
+            held
+            for lease, sample, held in again
+            if held is not None and held.completion is None and held.version < _planned(lease, sample, grant.version)
+        ]
 
     def is_answered(self, grant: LeaseGrant) -> bool:
         """Whether this request has had an answer before."""
@@ -141,13 +159,13 @@ class HeldLeases:
         rows = [*self.held.values(), *moving]
         return HeldRows([row.row_id for row in rows], [row.attempt for row in rows], self._request.incarnation)
 
-    def _hold(self, lease: Lease, version: int) -> list[LeasedRow]:
+    def _hold(self, lease: Lease, version: int, granted: int) -> list[LeasedRow]:
         row = msgspec.json.decode(lease.row)
         fresh: list[LeasedRow] = []
         for sample in lease.samples:
             row_id = lease.group.row(sample)
             held = self.held.get(row_id.number)
-            if held is not None and (held.version == version or self.mixes_versions):
+            if held is not None and held.version >= _planned(lease, sample, granted):
                 # The hub took this rollout for dead and then leased it its own row: generation continues.
                 held.attempt = lease.attempt
                 held.claim_id = 0
@@ -169,3 +187,8 @@ class HeldLeases:
     def _send(self) -> None:
         self._asked_at = self._clock.now()
         self._mailbox.send("hub", self._request)
+
+
+def _planned(lease: Lease, sample: int, version: int) -> int:
+    """The version from which the hub counts the age of a sample that it leases on `version`."""
+    return next((first.version for first in lease.partials if first.row.sample == sample), version)

@@ -36,6 +36,8 @@ class LoadTotals:
     """Trajectories of each step, summed."""
     step_kv: int = 0
     """Cached tokens of each step, summed."""
+    peak_running: int = 0
+    """Most trajectories of a step since the last change of weights."""
 
     def step(self, generator: "Generator", clock: Clock, batch_bound: int) -> "list[Completion]":
         """Record a step of the generator; the curves use it if it only decodes."""
@@ -50,6 +52,7 @@ class LoadTotals:
             kv_load = max(kv_load, generator.kv_load)
         elif generator.num_running:
             self.decoded(num_running, kv_load, seconds, batch_bound)
+        self.peak_running = max(self.peak_running, num_running)
         self.num_steps = self.num_steps + 1
         self.step_s = self.step_s + seconds
         self.step_tokens = self.step_tokens + num_running
@@ -76,8 +79,9 @@ class LoadTotals:
             "trajectory_s": trajectory_s, "token_s": token_s,
         }  # fmt: skip
 
-    def report(self, generator: "Generator", migration: "Migration", tokens: int) -> LoadReport:
-        """tokens: those that the policy has drawn."""
+    def report(self, generator: "Generator", migration: "Migration", tokens: int, num_starting: int) -> LoadReport:
+        """tokens: those that the policy has drawn. num_starting: trajectories whose environments are reset."""
+        num_paused = len(generator.unfinished()) - generator.num_running - generator.num_waiting
         return LoadReport(
             version=generator.weights.version,
             num_running=generator.num_running,
@@ -93,4 +97,6 @@ class LoadTotals:
             batch_bound=migration.batch_bound,
             prefilled=generator.num_prefilled,
             found=generator.num_found,
+            num_at_tools=max(0, num_paused) + num_starting,
+            peak_running=self.peak_running,
         )

@@ -1,18 +1,20 @@
 """The rollout's loop: request leases, generate, score, write; load new weights once its own work has drained.
 
 Consumes leases and weight versions. It waits only when it holds nothing: for the first version, or for a lease; messages of
-the hub wake it. One version generates a trajectory from its first token to its last, unless the schedule is `partial` or
-`rollout.max_age` is set.
+the hub wake it. One version generates a trajectory from its first token to its last, unless the schedule is `partial`,
+`rollout.max_age` is a number, or the hub orders new weights because the trainer starves (`relay/midway.py`).
 """
 
 import logging
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ..comm.clock import REAL_TIME, Clock
 from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.mailbox import Envelope
-from ..comm.messages import Lease, LeaseGrant, Stop
+from ..comm.messages import Lease, LeaseGrant, Stop, SwitchWeights
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
 from ..comm.waits import waiting
@@ -126,6 +128,9 @@ class Rollout:
         match envelope.message:
             case LeaseGrant() as grant:
                 self._take_leases(grant)
+            case SwitchWeights(version=version):
+                if version == self.generator.weights.version:
+                    self._update_weights(is_ordered=True)
             case Stop():
                 self._is_stopped = True
             case message:
@@ -139,8 +144,20 @@ class Rollout:
             return
         if not is_pinned:
             self._update_weights()  # a version may have come out since the last turn
+        if too_old := self.leases.too_old(grant):
+            self._drop(too_old)
+            self.leases.refuse(grant, is_gone=False)
+            return
         for lease, fresh in self.leases.take(grant, self.generator.weights.version):
             self._start_group(lease, fresh)
+
+    def _drop(self, rows: list[LeasedRow]) -> None:
+        """End unfinished trajectories; one whose turn has just ended is dropped with that turn."""
+        numbers = {held.row_id.number for held in rows}
+        for number in numbers:
+            del self.leases.held[number]
+        live = (part.trajectory_id for part in self.generator.unfinished())
+        self.generator.export_sequences([number for number in live if number in numbers])
 
     def _has_version(self, grant: LeaseGrant) -> bool:
         """Switch to the version of a grant if nothing runs; without that version the grant goes back to the hub."""
@@ -175,26 +192,29 @@ class Rollout:
         if self._pacing.repacks:
             self.migration.begin()
 
-    def _update_weights(self) -> bool:
+    def _update_weights(self, *, is_ordered: bool = False) -> bool:
         """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
         weights = self.generator.weights
         age = weights.newest() - weights.version
-        if self.migration.is_under_way or not self._pacing.takes_weights(age, self._is_idle):
+        is_due = is_ordered or self._pacing.takes_weights(age, self._is_idle)
+        if self.migration.is_under_way or age <= 0 or not is_due:
             return age > 0
         if self.leases.pins_version:
             return True
-        self._take_weights()
+        self._take_weights(is_ordered=is_ordered)
         return False
 
-    def _take_weights(self, version: int | None = None) -> None:
+    def _take_weights(self, version: int | None = None, *, is_ordered: bool = False) -> None:
         """Switch to the newest version, or to an older one; unfinished trajectories continue under it."""
         started = self._clock.now()
         self._trace.enter("pull")
         pulled = self.generator.take_weights(self._recipe.comm.deadline_s, version)
-        for live in self.generator.unfinished():
+        unfinished = self.generator.unfinished()
+        for live in unfinished:
             self.leases.held[live.trajectory_id].switches.append((live.num_tokens, pulled.version))
-        self._mailbox.send("hub", pulled)
+        self._mailbox.send("hub", replace(pulled, num_unfinished=len(unfinished), is_ordered=is_ordered))
         self.leases.begin_version(pulled.version)
+        self._totals.peak_running = 0
         self._totals.pull_s = self._clock.now() - started
         give_back_heap()
 
@@ -252,7 +272,8 @@ class Rollout:
         if now - self._totals.reported_at < self._recipe.repack.report_s:
             return
         self._totals.reported_at = now
-        load = self._totals.report(self.generator, self.migration, self._generation.num_drawn)
+        num_starting = self._generation.num_starting
+        load = self._totals.report(self.generator, self.migration, self._generation.num_drawn, num_starting)
         recomputed = self.generator.num_recomputed
         self._mailbox.send("hub", load)
         counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}

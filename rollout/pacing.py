@@ -42,5 +42,5 @@ class RolloutPacing:
         return 1 << 30 if self.rules.takes_share_at_once else max_running - num_held
 
     def takes_weights(self, age: int, is_idle: bool) -> bool:
-        """Whether it switches to the newest version now, which is `age` versions after its own."""
+        """Whether it switches to the newest version now without an order, which is `age` versions after its own."""
         return age > 0 and (is_idle or age > self.rules.max_age)

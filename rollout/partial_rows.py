@@ -92,8 +92,8 @@ class PartialRows:
     def begun(self, lease: Lease, fresh: Iterable[LeasedRow], params: SamplingParams) -> list[SequenceState]:
         """The states of those leased rows that a dead rollout has begun.
 
-        One that cannot be read starts at its prompt. So does one that another version began than the hub believes, unless versions
-        may mix: a writer that counted as dead may have replaced the bytes since.
+        One that cannot be read starts at its prompt. So does one that another version began or continued than the hub believes,
+        unless versions may mix: a writer that counted as dead may have replaced the bytes since.
         """
         may_mix = self._leases.mixes_versions and not lease.group.is_evaluation
         refs = {ref.row: ref for ref in lease.partials}
@@ -109,7 +109,8 @@ class PartialRows:
                 columns[name].tolist()
                 for name in ("prompt_ids", "response_ids", "rollout_logprobs", "versions", "stream")
             )
-            if not may_mix and set(versions) - {held.version}:
+            is_other = versions and (versions[-1] != held.version or min(versions) < ref.version)
+            if not may_mix and is_other:
                 continue
             held.keep(len(prompt_ids), versions)
             place = 0, False
@@ -133,5 +134,6 @@ def _streamed_row(held: LeasedRow, part: SequenceState) -> StreamedRow:
     }
     if held.episode is not None:
         columns["episode"] = np.frombuffer(msgspec.json.encode(held.episode), dtype=np.uint8)
-    ref = RowRef(held.row_id, held.attempt, [], int(versions.min()), len(versions), is_partial=True)
+    tokens = int(versions.min()), len(versions)
+    ref = RowRef(held.row_id, held.attempt, [], *tokens, is_partial=True, newest=int(versions[-1]))
     return StreamedRow(ref, columns)

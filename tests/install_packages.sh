@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Installs Debian's Slurm (launch/slurm) and bubblewrap (the sandbox of rewards) for the tests, where that is possible; without them those tests
-# are skipped. tests/run.sh calls it where CI is set.
+# Installs Debian's Slurm (launch/slurm), bubblewrap (the sandbox of rewards) and Chromium (headrace view) for the tests, where that is possible;
+# without them those tests are skipped. tests/run.sh calls it where CI is set.
 set -uo pipefail
 missing=()
 if ! command -v slurmctld >/dev/null && [ ! -x /usr/sbin/slurmctld ]; then
     missing+=(slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins)
 fi
 command -v bwrap >/dev/null || missing+=(bubblewrap)
+command -v chromium >/dev/null || missing+=(chromium)
 if [ "${#missing[@]}" -eq 0 ]; then
     exit 0
 fi

@@ -4,12 +4,10 @@ The state is copied into the host's memory between two steps (`staged`, or `stat
 says what makes a checkpoint whole.
 """
 
-import os
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,17 +21,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm import threads
-from ..comm.disk import describe_unwritable, is_unwritable, raise_if_unwritable, say
+from ..comm.disk import describe_unwritable, folder_bytes, is_unwritable, raise_if_unwritable, say
 from ..comm.errors import SettingError
 from ..comm.recipe import CheckpointSettings
 from ..comm.trace import failpoint
 from ..comm.waits import waiting
 from ..relay.checkpoints import CheckpointFolder
-from ..relay.weights.saved_states import SavedStates
+from ..relay.weights.copies_on_disk import CopiesOnDisk
 from .checkpoint_reader import load_checked
 
 if TYPE_CHECKING:
-    from .actor_group import ThreadGroup
+    from .actor_group import ActorGroup, ThreadGroup
 
 # DCP says that it runs in a single process, which is right for one rank of the trainer.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -221,12 +219,17 @@ class CheckpointWriter:
         self._evaluated = max(self._evaluated, version)
         self._has_scored = False
 
-    def close(self) -> None:
-        """Wait for the checkpoint that is being written, for as long as its files grow."""
+    def close(self, group: "ActorGroup | None" = None) -> None:
+        """Wait for the checkpoint that is being written, for as long as its files grow. With the trainer's ranks, a collective, until all
+        of them have written theirs, and rank 0 has sealed it."""
         thread = self._thread
         self._thread = None
-        while thread is not None and thread.is_alive():
-            self._wait_for(thread, self._num_bytes())
+        while True:
+            is_alive = thread is not None and thread.is_alive()
+            if not (is_alive if group is None else group.all_reduce_max([float(is_alive)])[0]):
+                break
+            if thread is not None:  # for less than the deadline of a collective
+                self._wait_for(thread, self._num_bytes())
         self.check()
 
     def _wait_for(self, thread: threading.Thread, num_bytes: int) -> None:
@@ -235,13 +238,8 @@ class CheckpointWriter:
             wait.until(lambda: not thread.is_alive() or (not wait.remaining_s and self._num_bytes() > num_bytes))
 
     def _num_bytes(self) -> int:
-        """The size of the newest checkpoint so far. Its files may be renamed and its folders removed meanwhile."""
-        found = 0
-        for folder, _, files in os.walk(self.folder.path(self.newest)):  # unlike `rglob`, it passes over what is gone
-            for name in files:
-                with suppress(OSError):
-                    found += Path(folder, name).stat().st_size
-        return found
+        """The size of the newest checkpoint so far."""
+        return folder_bytes(self.folder.path(self.newest))
 
     def _run(self, step: int, write: Callable[[Path], None], score: float | None) -> None:
         try:
@@ -251,10 +249,20 @@ class CheckpointWriter:
             if self._is_lead:
                 self.folder.seal(step, score)
                 self._on_written(step, str(path))
-                SavedStates(self.folder.root.parent).remove(range(step + 1))
                 self._prune(step)
+                self._remove_copies(step)
         except Exception as error:  # noqa: BLE001 - the trainer's loop raises it
             self._on_failure(self.folder.path(step), error)
+
+    def _remove_copies(self, step: int) -> None:
+        """Remove the copies that this checkpoint replaces, once the journal has it. Else they are left to the next one."""
+        copies = CopiesOnDisk(self.folder.root.parent)
+        if copies.steps():
+            with waiting("hub", f"the record of checkpoint step_{step}", self._deadline_s) as wait:
+                while wait.remaining_s and (self.folder.latest() or 0) < step:
+                    threads.sleep(0.05)
+            if (self.folder.latest() or 0) >= step:
+                copies.remove(range(step + 1))
 
     def _prune(self, newest: int) -> None:
         """Write the scores that have come, and remove the checkpoints that are not kept."""

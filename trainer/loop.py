@@ -4,9 +4,8 @@ It consumes groups from the experience queue. It waits for `TrainBatch` messages
 rollout. Publishing costs one copy of the weights.
 """
 
-import resource
 import time
-from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,32 +13,29 @@ import torch
 
 from ..comm.clock import REAL_TIME, Clock
 from ..comm.disk import say
+from ..comm.errors import SettingError
 from ..comm.fleet import TRAINS_AGAIN, Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.messages import (
     CheckpointWritten,
     EvaluationResult,
-    LearningAlarm,
     RestartPoint,
     StepTrained,
     TrainBatch,
-    TrainingDone,
 )
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
-from ..comm.waits import waited_seconds
 from ..relay.queue.batch import TRAIN, Batch
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.stream import AfterLastStep, ExperienceStream, RunStopped, Stream
 from ..relay.queue.tasks import REFERENCE
-from .alarms.balance import Balance, layout_of
-from .alarms.collapse import CollapseWatch
-from .alarms.cut_responses import CutResponses
 from .algorithms.objective import has_gradient
 from .checkpoint import CHECKPOINT_PERIOD_S, CheckpointWriter
 from .learners.base import Learner, open_learner
-from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
+from .policy.model import load_tokenizer
 from .progress import behind_line, progress
+from .record.metrics_log import Value
+from .record.recorder import RunRecorder
 from .recovery import copies_of, has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
 from .step_metrics import StepMetrics
@@ -90,7 +86,7 @@ class Trainer:
         )  # fmt: skip
         self.checkpoints.newest = self.restored.checkpoint
         self.copies = copies_of(self.learner)
-        self.recorder = RunRecorder(self) if self.group.is_lead else None
+        self.recorder = self._open_recorder() if self.group.is_lead else None
         self.checkpoint_after = -1
         """The hub has requested a checkpoint of a later step than this, in addition to those that are due."""
         self.checkpointed_at = time.monotonic()
@@ -119,6 +115,15 @@ class Trainer:
             needs_gradient=partial(has_gradient, recipe.algorithm, recipe.queue.tasks),
             thread_team=self.group.clone_for_thread(), caller_team=self.group, deadline_s=recipe.comm.deadline_s,
         )  # fmt: skip
+
+    def _open_recorder(self) -> RunRecorder:
+        tokenizer = getattr(self.learner, "tokenizer", None)  # a user's learner may not have it
+        if tokenizer is None and self.has_state:
+            with suppress(SettingError):
+                tokenizer = load_tokenizer(self.recipe.model.path)
+        return RunRecorder(
+            self.recipe, self.mailbox, self.checkpoints, self.clock, first_step=self.first_step, tokenizer=tokenizer
+        )
 
     def _choose_micro_tokens(self, num_memory_deaths: int) -> int:
         """The size of a micro-batch on all ranks; a collective. Rank 0 knows how often the memory was full."""
@@ -188,7 +193,7 @@ class Trainer:
         # The trainer before may have died of this very step. The others have succeeded as they are.
         give_back_heap()
         num_parts = 1 if step < self.num_counted else self.recipe.optimizer.micro_batch // self.micro_tokens
-        stats, self.metrics = train_again(self.learner, self.run_dir, step, num_parts)
+        stats, self.metrics = train_again(self.learner, self.run_dir, step, num_parts, self.recipe.run.samples)
         if self.recorder is not None and step >= self.recorder.next_step:
             self.recorder.step(step, self.clock.now() - started, 0.0, stats, self.metrics)
         if self.recorder is not None and step >= self.num_counted:
@@ -199,7 +204,7 @@ class Trainer:
         """One optimizer step, from the first group that is ready to the publication of the new version."""
         started = self.clock.now()
         self.waited_s = 0.0
-        stats = StepMetrics()
+        stats = StepMetrics(self.recipe.run.samples)
         fleet_metrics: dict[str, float] = {}
         evaluation: dict[str, float] = {}
         is_complete = False
@@ -337,7 +342,7 @@ class Trainer:
             self.checkpoint()
         if is_behind and self.group.is_lead and self.num_counted:
             say(behind_line(self.learner.version, self.checkpoints.newest, self.num_counted))
-        self.checkpoints.close()
+        self.checkpoints.close(self.group)  # an end before the seal would be one without a checkpoint
         if self.copies is not None and self.has_collapsed:
             self.copies.finish()
             self.copies.forget()  # else the supervisors would leave them to the next start
@@ -352,95 +357,6 @@ class Trainer:
         self.mailbox.close()
 
 
-class RunRecorder:
-    """Rank 0's record of the run: metrics, and the facts for the summary."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.mailbox = trainer.mailbox
-        self.log = MetricsLog(trainer.run_dir, trainer.first_step, trainer.clock, trainer.recipe.comm.deadline_s)
-        self.num_steps = trainer.recipe.run.steps
-        self.cuts = CutResponses(trainer.recipe.sampling.max_new_tokens)
-        self.collapse = CollapseWatch(trainer.recipe)
-        self.has_collapsed = False
-        """Whether an alarm of this process ends the run."""
-        self.checkpoints = trainer.checkpoints
-        self.time_left = TimeLeft(self.num_steps)
-        self.balance = Balance(layout_of(trainer.recipe))
-        self.clock = trainer.clock
-        self.next_step = 0
-        """The first step that has no line in the log."""
-        self.rewards: list[float] = []
-        self.num_tokens = 0
-        self.evaluated = -1
-        """The newest version whose evaluation is in the log."""
-        self.best = trainer.recipe.checkpoint.best
-        self.scores: dict[int, float] = {}
-        """The values of `checkpoint.best` by version, if it is a metric of evaluations."""
-        for line in self.log.lines():
-            self.next_step = line["step"] + 1
-            self.collapse.step(line["step"], line)
-            self.rewards.append(line["reward/mean"])
-            self.num_tokens += round(line["perf/throughput"] * line["timing_s/step"])
-            if "eval/version" in line:
-                trainer.checkpoints.score(line)
-                self.note_score(line)
-                self.evaluated = max(self.evaluated, int(line["eval/version"]))
-
-    def step(self, step: int, step_s: float, wait_s: float, stats: StepMetrics, metrics: dict[str, Value]) -> None:
-        tokens = sum(row.num_tokens for row in stats.rows)
-        metrics |= {
-            "timing_s/step": step_s,
-            "timing_s/wait_data": wait_s,
-            "idle/actor": wait_s / step_s,
-            "perf/throughput": tokens / step_s,
-            "perf/max_memory_allocated_gb": _peak_memory_gb(),
-            **{f"wait/{whom}": seconds for whom, seconds in waited_seconds().items()},
-        }
-        self.rewards.append(stats.mean_reward)
-        self.num_tokens += tokens
-        metrics |= self.collapse.step(step, metrics)
-        self.log.write(step, metrics)
-        say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
-        for text in self.collapse.told(self.checkpoints.newest):
-            say(f"alarm: {text}")
-            self.mailbox.send("hub", LearningAlarm(text, self.collapse.ends_run))
-            self.has_collapsed = self.collapse.ends_run
-        if warning := self.cuts.warning(stats.cut_share):
-            say(warning)
-        rollout_idle = metrics.get("idle/rollout")
-        if advice := self.balance.step(step_s, wait_s, rollout_idle if isinstance(rollout_idle, float) else None):
-            say(advice)
-
-    def evaluation(self, metrics: dict[str, float]) -> None:
-        """Show an evaluation that is complete; the line of the step in progress has it too."""
-        self.log.write_evaluation(metrics)
-        say(evaluation_line(metrics))
-        self.note_score(metrics)
-
-    def note_score(self, evaluation: Mapping[str, float]) -> None:
-        """Note the value of `checkpoint.best` in an evaluation."""
-        if self.best in evaluation:
-            self.scores[int(evaluation["eval/version"])] = evaluation[self.best]
-
-    def finish(self, export: str, saved: Collection[int]) -> None:
-        """Send the hub the facts for the summary; `saved` are the versions that the run leaves."""
-        elapsed_s = self.log.elapsed_s
-        num = len(self.rewards)
-        facts: dict[str, float | int | str] = {"export": export, "time_s": round(elapsed_s, 2)}
-        facts["tokens_per_s"] = round(self.num_tokens / max(elapsed_s, 1e-9), 1)
-        if tenth := min(max(3, num // 10), num):
-            facts["reward_first"] = round(sum(self.rewards[:tenth]) / tenth, 4)
-            facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
-        if advice := self.balance.advice():
-            facts["advice"] = advice
-        if self.collapse.last:
-            facts["alarm"] = self.collapse.last
-        if unbeaten := unbeaten_line(self.best, self.scores, saved):
-            facts["best"] = unbeaten
-        self.log.close()
-        self.mailbox.send("hub", TrainingDone(facts))
-
-
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The trainer's process."""
     # Said in so many words, the number binds MKL too, which else takes fewer threads for small matrices: a replay does the same.
@@ -451,9 +367,3 @@ def run(fleet: Fleet, recipe: Recipe) -> None:
         say(f"the run ends before the trainer has loaded its weights ({end}); run.resume=auto continues it")
         return
     trainer.run()
-
-
-def _peak_memory_gb() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

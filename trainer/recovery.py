@@ -109,13 +109,15 @@ def has_rows(learner: "Learner", run_dir: Path, step: int, run_id: str) -> bool:
     return not learner.group.all_reduce_max([float(not is_there)])[0]
 
 
-def train_again(learner: "Learner", run_dir: Path, step: int, num_parts: int = 1) -> tuple[StepMetrics, dict[str, Any]]:
+def train_again(
+    learner: "Learner", run_dir: Path, step: int, num_parts: int = 1, num_shown: int = 0
+) -> tuple[StepMetrics, dict[str, Any]]:
     """Train a step again from the rows in the run folder; returns its statistics and metrics. A collective of all ranks.
 
     Each micro-batch is trained in `num_parts` parts, for a GPU that has no memory for a whole one. Raises `SettingError` if the rows are missing, or if another number of ranks trained them.
     """
     saved = StepReplay(run_dir, step, learner.group.rank)
-    stats = StepMetrics()
+    stats = StepMetrics(num_shown)
     saved.check_ranks(learner.group.size)
     fleet_metrics: dict[str, float] = {}
     with saved.same_threads():

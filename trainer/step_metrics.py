@@ -15,6 +15,7 @@ from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
 from .batch import PackedBatch
 from .policy.device import DeviceSums
+from .record.shown_rows import ShownRows
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -36,7 +37,9 @@ class StepMetrics:
     tokens, by staleness and by place in the response.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_shown: int = 0) -> None:
+        """num_shown: the number of groups of the step whose rows are kept as samples (`run.samples`)."""
+        self.shown = ShownRows(num_shown)
         self.rows: list[RowRef] = []
         """The rows of all ranks."""
         self.num_micro_batches = 0
@@ -58,6 +61,7 @@ class StepMetrics:
 
     def add(self, batch: "Batch") -> None:
         """Add the groups of a batch, which are the same on all ranks, and the responses of this rank."""
+        self.shown.add(batch)
         self.num_micro_batches += len(batch.micro_batches)
         for group in batch.row_batch.groups:
             self.group_stds.append(float(np.std(group.rewards)))
@@ -118,6 +122,7 @@ class StepMetrics:
     def reduce(self, group: "ActorGroup") -> None:
         """Sum over the ranks; a collective."""
         self._read()
+        self.shown.gather(group)
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
         self._kl_totals = group.all_reduce_sum(self._kl_table.totals())

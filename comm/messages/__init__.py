@@ -58,6 +58,7 @@ from .saved_queue import QueueRestored, QueueSaved, RestoreQueue, SaveQueue
 from .weights import (
     OpenPullLink,
     OpenPushLink,
+    SwitchWeights,
     VersionReady,
     WeightsPulled,
 )

@@ -148,3 +148,12 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Tokens that it has prefilled."""
     found: int = 0
     """Tokens that its prefix cache had, so that they were not prefilled."""
+    num_at_tools: int = 0
+    """Unfinished trajectories that wait for their environments."""
+    peak_running: int = 0
+    """Most trajectories that have decoded together under `version`."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """All its trajectories that are not generated yet."""
+        return self.num_running + self.num_waiting + self.num_at_tools

@@ -26,6 +26,8 @@ class RequestRows(Message, frozen=True):
     is_overdue: bool = False
     has_trees: bool = False
     """It computes the prompt that rows of a group share once, so `max_tokens` counts it once."""
+    least_tokens: int = 0
+    """Tokens of groups of `train` that give each of its ranks work; 0 where one rank begins with what there is."""
 
 
 class RowRef(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +49,13 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True):
     is_partial: bool = False
     num_prompt_tokens: int = 0
     """Those of `num_tokens` that all samples of its group begin with; 0 where that is not known."""
+    newest: int = -1
+    """The version that drew the last token of a partial row; `version` is the oldest."""
+
+    @property
+    def continued_by(self) -> int:
+        """The version under which a partial row continues without one more."""
+        return max(self.version, self.newest)
 
     @property
     def key(self) -> str:

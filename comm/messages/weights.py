@@ -36,10 +36,19 @@ class VersionReady(Message, frozen=True):
 
 
 class WeightsPulled(Message, frozen=True):
-    """A rollout to the hub: it has switched to `version`."""
+    """A rollout to the hub: it has switched to `version`, under which `num_unfinished` trajectories continue."""
 
     version: int
     digest: str
+    num_unfinished: int = 0
+    is_ordered: bool = False
+    """The hub has ordered it."""
+
+
+class SwitchWeights(Message, frozen=True):
+    """The hub to a rollout that still has `version`: take the newest one now, and continue the unfinished trajectories under it."""
+
+    version: int
 
 
 class OpenPushLink(Message, frozen=True):

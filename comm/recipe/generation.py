@@ -1,6 +1,6 @@
 """`sampling`, `generator` and `rollout`: how tokens are drawn, and by which engine."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Struct
 
@@ -63,8 +63,8 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     engine: Annotated[str, words("builtin", "emulated")] = "builtin"
     """The generator: the project's own, an emulated device (`headrace plan --help`), or your own adapter (docs/use/service.md)."""
-    max_age: Count | None = None
-    """Most versions that a rollout's weights may be behind the newest; then it takes new ones in the middle of its trajectories. Null is off."""
+    max_age: Literal["never"] | Count | None = None
+    """When a rollout takes new weights in the middle of its trajectories: null: where the trainer starves for it; a number: also if its weights are further behind the newest; `never`."""
     stream_tokens: OptionalCount = 256
     """If a rollout dies, others continue its trajectories and generate at most this many tokens of each again; 0 is off."""
     tp: Count = 1

@@ -36,6 +36,8 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     of each step, for `headrace replay`; with `none` the death of the trainer ends the run."""
     resume: Literal["never", "auto", "restart"] = "never"
     """`never` refuses a folder with a run; `auto` continues it after its last step; `restart` starts at step 1 and keeps its files aside."""
+    samples: OptionalCount = 2
+    """Groups of each step whose texts, rewards and log-probs are kept in `samples.jsonl` (docs/use/viewer.md), two of their samples on the console and in TensorBoard now and then; 0 is off."""
     on_collapse: Literal["warn", "stop"] = "warn"
     """At an alarm that learning is about to collapse (docs/use/troubleshooting.md): go on, or `stop` with the last checkpoint before it."""
 

@@ -28,6 +28,7 @@ from ..report.summary import print_summary
 from ..resume import finished_after, prepare_folder
 from .agent import has_other_hosts, refuse_start
 from .child import print_message
+from .copies_lock import wait_for_writers
 from .fetched_recipe import fetch_recipe
 from .secret import create_secret, read_secret
 from .store_address import find_store
@@ -94,6 +95,8 @@ def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
     lock = lock_run_folder(make_run_folder(run_dir))
     try:
         check_run_folder(recipe.run)  # a run may have begun, and ended, since the first look
+        if recipe.run.resume == "auto":
+            wait_for_writers(run_dir, recipe.comm.deadline_s)
         for warning in (*warnings, *on_host):
             print_message(f"warning: {warning}")
         for line in (*start_lines(recipe), *checkpoint_lines(recipe), *prepare_folder(recipe)):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+from typing import IO
 
 from ...comm.environment import (
     GPU_PROCESSES,
@@ -45,6 +46,7 @@ from ..placement import (
 )
 from ..report.peak_memory import write_peaks
 from .child import Child, ChildCommands, describe_exit, print_message
+from .copies_lock import lock_to_write
 from .memory_kill import MemoryKills
 from .secret import read_secret
 from .signals import block_signals, wait_for_signal
@@ -140,6 +142,8 @@ class Supervisor:
     """Whether the processes of the roles have been started."""
     segments: dict[str, int] = field(default_factory=dict)
     """Memory that outlives the role's process, by the variable that passes it on."""
+    lock: IO[bytes] | None = None
+    """Has the next start of the run wait until this supervisor has written the copies in its memory."""
     last_code: int | None = None
     """Of the role's process that ended last."""
     start: str = field(init=False)
@@ -187,9 +191,9 @@ class Supervisor:
                 self._start_worker(name)
             self._start_roles()
         if self.placement.role == "actor":
-            from .left_copies import LeftCopies
+            from .copies_writer import CopiesWriter
 
-            copies = LeftCopies(self.folder.path, self.placement, self.recipe.roles.actor, self.start)
+            copies = CopiesWriter(self.folder.path, self.placement, self.recipe.roles.actor, self.start)
             copies.write(self.segments, has_ended=self.last_code == 0)
         self._write_peaks()
         return self.exit_code
@@ -213,6 +217,8 @@ class Supervisor:
         if role == "relay" or (role == "actor" and is_restartable(role, self.recipe.run, self.recipe.trainer)):
             for variable in (SEGMENT_FD, SECOND_FD)[: 1 + self.keeps_others]:
                 self.segments[variable] = create_memory(f"headrace-{self.placement.name}")
+        if role == "actor" and self.segments:
+            self.lock = lock_to_write(Path(self.recipe.run.dir))
         if self.placement.name == "relay-0":
             self._start_worker("hub")
         self._start_worker(self.placement.name)

@@ -83,8 +83,8 @@ class Run:
         """Trained trajectories as text: dicts with `step`, `prompt`, `response`, `reward`, `rewards` (of each function), `metrics` (that
         they have logged) and `truncated`.
 
-        step: counted from 0, as in `metrics`; by default the last one. `run.save_rows` decides which steps are there. Raises
-        `SettingError` for one that is not.
+        step: counted from 0, as in `metrics`; by default the last one. `run.save_rows` decides which steps are there as a whole; of others
+        it gives what `samples.jsonl` has (docs/use/viewer.md). Raises `SettingError` for a step of which there is nothing.
         """
         recipe = self.recipe
         try:

@@ -9,12 +9,14 @@ import msgspec
 from ...comm.errors import SettingError
 from ...comm.recipe import Recipe
 from ...relay.journal.evaluations import EVALUATIONS_FILE
+from ...trainer.record.samples_file import SAMPLES_FILE, step_of, whole_lines
 from ..resume import ROWS
 
 
 def last_samples(run_dir: Path, recipe: Recipe, model: str, step: int | None) -> list[dict[str, Any]]:
     """The trajectories of a step, by default of the last one whose rows are saved. Raises `SettingError` without any.
 
+    Of a step without rows these are the ones in `samples.jsonl`, whose texts have special tokens too.
     model: where the tokenizer is; a relative path in the recipe is that of the folder in which the run was started.
     """
     from ...relay.queue.row_file import RowFile
@@ -23,13 +25,15 @@ def last_samples(run_dir: Path, recipe: Recipe, model: str, step: int | None) ->
 
     files = list(saved_steps(run_dir))
     steps = sorted({number for _, number in files})
-    if not steps:
-        raise SettingError(f"run.save_rows={recipe.run.save_rows}: {run_dir}/{ROWS} has no rows of a step")
-    wanted = steps[-1] if step is None else step
+    wanted = steps[-1] if steps and step is None else step
     if wanted not in steps:
+        if found := _recorded_samples(run_dir, wanted):
+            return found
+        if not steps:
+            raise SettingError(f"run.save_rows={recipe.run.save_rows}: {run_dir}/{ROWS} has no rows of a step")
         raise SettingError(
-            f"step {wanted}: {run_dir}/{ROWS} has the rows of steps {steps[0]} to {steps[-1]}; run.save_rows=all keeps those of"
-            " all steps"
+            f"step {wanted}: {run_dir}/{ROWS} has the rows of steps {steps[0]} to {steps[-1]}, and {SAMPLES_FILE} no samples"
+            " of it; run.save_rows=all keeps the rows of all steps"
         )
     functions = recipe.reward.functions
     tokenizer = load_tokenizer(model)
@@ -51,6 +55,15 @@ def last_samples(run_dir: Path, recipe: Recipe, model: str, step: int | None) ->
                 }
             )
     return samples
+
+
+def _recorded_samples(run_dir: Path, step: int | None) -> list[dict[str, Any]]:
+    """The samples of a step, by default of the last one, in `samples.jsonl`, which counts steps from 1."""
+    path = run_dir / SAMPLES_FILE
+    if step is None:
+        step = max((step_of(line) for line in whole_lines(path, lambda _: True)), default=0) - 1
+    lines = (json.loads(line) for line in whole_lines(path, lambda number: number == step + 1))
+    return [{**line, "step": step, "truncated": line["finish"] == "cut"} for line in lines]
 
 
 def last_evaluations(run_dir: Path) -> list[dict[str, Any]]:

@@ -58,5 +58,6 @@ def audit_lines(run: Path) -> Iterator[str]:
     account = " ".join(f"{name}={value}" for name, value in account_dict(state).items())
     yield f"{run}: {state.step} steps, version {state.version}, {state.ended or 'not ended'}: {account}"
     yield f"  staleness {dict(sorted(state.staleness.items()))}"
-    yield f"  versions per trajectory {dict(sorted(state.versions_per_trajectory.items()))}"
+    midway = f", new weights midway {dict(sorted(state.midway.items()))}" if state.midway else ""
+    yield f"  versions per trajectory {dict(sorted(state.versions_per_trajectory.items()))}{midway}"
     yield from (f"  {text}" for text in [*_evaluations(state.evaluations), *report.lines()])

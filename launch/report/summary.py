@@ -15,6 +15,8 @@ from .planned import planned_text, with_prediction
 
 MOST_FILES = 2
 """Most files of held-out prompts in the table, which fits on a screen with the last steps."""
+_MIDWAY = {"starved": "the trainer starved", "age": "the old ones were too old"}
+"""Why a rollout took new weights in the middle of its trajectories, as `HubState.midway` counts it."""
 _PARTS = ("trained", "evicted", "filtered", "failed", "in_flight")
 
 
@@ -70,7 +72,7 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
         "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),
         "accounting": f"{account['leased']} leased = {parts}: {verdict}",
         "staleness": _histogram(summary.get("staleness", {})),
-        "versions per trajectory": _histogram(summary.get("versions_per_trajectory", {})),
+        "versions per trajectory": _versions_text(summary),
         "peak memory": memory,
     }
     return [(name, text) for name, text in rows.items() if text]
@@ -106,6 +108,13 @@ def evaluation_rows(results: Sequence[Mapping[str, float]]) -> Iterator[tuple[st
 def _at(result: tuple[float, int]) -> str:
     value, step = result
     return f"{value:.3f} (step {step})"
+
+
+def _versions_text(summary: Mapping[str, Any]) -> str:
+    """How many versions generated a trajectory, and why rollouts took new ones in the middle."""
+    midway = ", ".join(f"{count} x {_MIDWAY[reason]}" for reason, count in summary.get("midway", {}).items())
+    text = _histogram(summary.get("versions_per_trajectory", {}))
+    return f"{text} (new weights midway: {midway})" if midway else text
 
 
 def _histogram(counts: Mapping[str, int]) -> str:

@@ -3,7 +3,7 @@
 An answer can be repeated from the state alone, so the loss of an answer or of the hub costs nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...comm.messages import (
@@ -21,8 +21,8 @@ from ...comm.messages import (
 from ...comm.messages.base import GroupId, process_of
 from ...comm.messages.queue import Answer, GroupRef, TrainAnswer
 from ..journal import events as ev
-from ..journal.records import RowStatus, TaskRecord
-from ..queue.admission import Admission, first_groups
+from ..journal.records import Group, RowStatus, TaskRecord
+from ..queue.admission import Admission, first_groups, num_tokens
 from ..queue.batch import TRAIN
 from ..queue.tasks import Task, group_ref_of, next_rows
 from .context import Handler, HubContext
@@ -113,9 +113,12 @@ class Dispatcher(Handler):
         part = state.tokens_trained / max(state.step, 1) / _PARTS
         least, most = (number * request.max_tokens for number in _MICRO_BATCHES_PER_RANK)
         max_tokens = min(max(part, least), most)
-        for group in self.admission.select_groups(state, max_tokens):
-            self.context.commit(ev.Handed(step=request.step, groups=[group.id]))
         end = next((end for end in self.admission.update_ends if end > request.received), 0)
+        chosen = self.admission.select_groups(state, max_tokens)
+        if not self._is_enough(request, chosen, end):
+            return None
+        for group in chosen:
+            self.context.commit(ev.Handed(step=request.step, groups=[group.id]))
         handed = [state.groups[group_id] for group_id in state.in_training[request.received : end]]
         given = first_groups(handed, max_tokens)
         if not given:
@@ -128,6 +131,17 @@ class Dispatcher(Handler):
             groups=groups, metrics=metrics, checkpoint_after=state.checkpoint_after,
             evaluation=self._next_evaluation(request),
         )  # fmt: skip
+
+    def _is_enough(self, request: RequestRows, chosen: Sequence[Group], end: int) -> bool:
+        """Whether these groups are worth a round of the trainer's ranks, each of which has whole rows and waits for all others.
+
+        Else they wait for more, unless none is under way. `end`: the groups of the step up to its next update.
+        """
+        state = self.state
+        has_earlier = len(state.in_training) > request.received  # it starts again, and gets what it had
+        is_rest = len(state.in_training) + len(chosen) >= end
+        is_all = state.num_queued == len(state.queue.ready)
+        return has_earlier or is_rest or is_all or num_tokens(chosen) >= request.least_tokens
 
     def _after_last_step(self, request: RequestRows) -> TrainAnswer | None:
         """The metrics of one evaluation after the other, then that all are done."""

@@ -35,6 +35,7 @@ from .dispatch import Dispatcher
 from .evaluations import Evaluations
 from .health import PATIENCE_S, Health
 from .leases import Leases
+from .midway import Midway
 from .partial_pool import PartialPool
 from .prompts import Curriculum, Prompts
 from .repacking import Repacking
@@ -79,12 +80,13 @@ class Hub:
         self.leases = Leases(self.context, self.prompts, admission, self.partials, self.evaluations)
         self.saved_queue = SavedQueue(self.context, self.prompts, admission, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
+        self.midway = Midway(self.context, admission)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
         self.health = Health(self.context, queue, admission.per_step, dispatcher, self.fleet_stats, clock, patience_s)
         # Rows are handed out before groups are leased, since that makes room in the queue.
         self.handlers: tuple[Handler, ...] = (
             self.prompts, self.results, self.saved_queue, self.evaluations, dispatcher, self.partials, self.leases,
-            self.repacking, self.health,
+            self.repacking, self.midway, self.health,
         )  # fmt: skip
         self.routes: Routes = {
             VersionReady: self._on_version_ready,
@@ -135,9 +137,21 @@ class Hub:
     def _on_load(self, sender: str, load: LoadReport) -> None:
         self.fleet_stats.add(sender, load)
         self.repacking.observe(sender, load)
+        self.midway.observe(sender, load)
 
     def _on_pulled(self, sender: str, message: WeightsPulled) -> None:
-        self.context.commit(ev.Received(version=message.version, digest=message.digest, holder=sender))
+        num_unfinished, is_ordered = message.num_unfinished, message.is_ordered
+        if num_unfinished:
+            self.fleet_stats.count("weights/midway")
+        self.context.commit(
+            ev.Received(
+                version=message.version,
+                digest=message.digest,
+                holder=sender,
+                num_unfinished=num_unfinished,
+                is_ordered=is_ordered,
+            )
+        )
 
     def _on_checkpoint(self, sender: str, message: CheckpointWritten) -> None:
         """`latest` names only a checkpoint that is in the journal. On a full disk it stays behind; a resumed run looks at all of them."""

@@ -63,7 +63,7 @@ class Leases(Handler):
         self._requests.pop(process, None)
         leased = list(self.state.held.get(process, {}).items())
         for group, attempt in dict.fromkeys((row_id.group, row.attempt) for row_id, row in leased):
-            self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason, died=True))
+            self.context.commit(ev.Returned(group=group, attempt=attempt, reason=reason))
         # The process may have died between writing a row and reporting it: those bytes have no reader.
         self.context.drop_rows(row_id for row_id, _ in leased if not row_id.is_evaluation)
 
@@ -126,7 +126,7 @@ class Leases(Handler):
             if samples := [s for s, row in enumerate(rows) if (row.status, row.holder, row.attempt) == held]:
                 evaluated = self.evaluations.prompts if group_id.is_evaluation else None
                 leases.append(Lease(group_id, attempt, samples, msgspec.Raw((evaluated or self.prompts).row(group_id))))
-        return LeaseGrant(grant.request_id, grant.version, leases)
+        return LeaseGrant(grant.request_id, grant.version, leases, self.admission.shared_window(self.state))
 
     def _on_return(self, sender: str, message: LeaseReturn) -> None:
         reason = "its version is gone" if message.is_gone else f"{sender} switched to another version"
@@ -175,8 +175,9 @@ class Leases(Handler):
             num_new += choice.group is None
             num_bytes += len(lease.row)
         if leases and version is not None:
-            window = min(self.state.window.num_groups, self.admission.lead(self.state))
-            self._answer(holder, LeaseGrant(request.request_id, version, leases, window))
+            self._answer(
+                holder, LeaseGrant(request.request_id, version, leases, self.admission.shared_window(self.state))
+            )
         return not is_refused
 
     def _answer(self, holder: str, grant: LeaseGrant) -> None:

@@ -73,20 +73,20 @@ class PartialPool(Handler):
         return True
 
     def wanted(self, group: Group) -> dict[int, RowRef]:
-        """The wanted samples of a group that can be continued together: unless versions may mix, those of one version."""
+        """The wanted samples of a group that can be continued together: unless versions may mix, those whose last tokens are of one version."""
         rows = {sample: self.rows.get(group.row_id(sample)) for sample in group.samples(RowStatus.WANTED)}
         found = {sample: row for sample, row in rows.items() if row is not None}
         if self._mixes_versions or not found:
             return found
         tokens: Counter[int] = Counter()
         for row in found.values():
-            tokens[row.version] += row.num_tokens
+            tokens[row.continued_by] += row.num_tokens
         (version, _), *_ = tokens.most_common(1)
-        return {sample: row for sample, row in found.items() if row.version == version}
+        return {sample: row for sample, row in found.items() if row.continued_by == version}
 
     def version_of(self, partials: dict[int, RowRef]) -> int | None:
         """The version that continues these rows; None if any may."""
-        return None if self._mixes_versions else next((row.version for row in partials.values()), None)
+        return None if self._mixes_versions else next((row.continued_by for row in partials.values()), None)
 
     def give_up(self, rows: Iterable[RowId]) -> None:
         """These trajectories start again at their prompts."""

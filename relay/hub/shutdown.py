@@ -179,6 +179,7 @@ class Shutdown:
             "evaluated": state.evaluations.account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},
             "versions_per_trajectory": {str(k): v for k, v in sorted(state.versions_per_trajectory.items())},
+            "midway": dict(sorted(state.midway.items())),
             "failures": dict(state.failures.most_common(_MAX_REASONS)),
             "dropped": len(state.dropped),
             "drop_reasons": list(state.dropped.values())[-_MAX_REASONS:],

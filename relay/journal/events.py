@@ -58,15 +58,11 @@ class Leased(Event, frozen=True, kw_only=True):
 
 
 class Returned(Event, frozen=True, kw_only=True):
-    """The unfinished rows of a group came back: their holder died or switched to another version.
-
-    `died` is not in journals of earlier versions.
-    """
+    """The unfinished rows of a group came back: their holder died or switched to another version."""
 
     group: GroupId
     attempt: int
     reason: str
-    died: bool = False
 
 
 class Moved(Event, frozen=True, kw_only=True):
@@ -238,11 +234,13 @@ class Published(Event, frozen=True, kw_only=True):
 
 
 class Received(Event, frozen=True, kw_only=True):
-    """`holder` switched to `version`; the digest proves it."""
+    """`holder` switched to `version`; the digest proves it. `num_unfinished` trajectories continue under it, by the hub's order or by their age."""
 
     version: int
     digest: str
     holder: str
+    num_unfinished: int = 0
+    is_ordered: bool = False
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):

@@ -68,6 +68,8 @@ class HubState:
     losses: Losses = field(default_factory=Losses)
     staleness: Counter[int] = field(default_factory=Counter)
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
+    midway: Counter[str] = field(default_factory=Counter)
+    """Times that a rollout took new weights in the middle of its trajectories: `starved` by the hub's order, `age` by that of its weights."""
 
     @property
     def epoch(self) -> int:

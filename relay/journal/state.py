@@ -11,6 +11,7 @@ where *leased* counts each trajectory at its first lease, and *in flight* are th
 from functools import singledispatch
 
 from ...comm.errors import SettingError
+from ...comm.messages.base import GroupId
 from . import events as ev
 from .evaluations import begin_evaluation, end_sample
 from .hub_state import HubState
@@ -25,10 +26,7 @@ def apply(event: ev.Event, state: HubState) -> None:
     queue = state.queue
     num_in_training = len(state.in_training)
     num_queued = len(state.groups) - num_in_training
-    is_evaluating = state.evaluations.num_leased > 0
-    state.window.pass_time(
-        event.t, num_queued, len(queue.ready), num_in_training, len(queue.at_tasks), evaluating=is_evaluating
-    )
+    state.window.pass_time(event.t, num_queued, len(queue.ready), num_in_training, len(queue.at_tasks))
     _RULES.get(type(event), _change)(event, state)
 
 
@@ -61,7 +59,7 @@ def _(event: ev.Opened, state: HubState) -> None:
             group.rows[sample].reset()
         state.unassigned[group.id] = None
     state.held.clear()
-    state.window.open()
+    state.window.restart()
     state.losses = Losses(began=event.t)
     state.evaluations.reopen()
     state.passed_over.clear()  # the data may have been mended
@@ -92,6 +90,8 @@ def _(event: ev.Leased, state: HubState) -> None:
         row.attempt = event.attempt
         row.version = event.version if event.oldest is None else event.oldest
     state.lease({group.row_id(sample): group.rows[sample] for sample in event.samples}, event.holder)
+    if len(event.samples) == len(group.rows) and not event.group.is_evaluation:
+        state.window.lease(event.group)
     state.evaluations.num_leased += len(event.samples) * event.group.is_evaluation
     state.queue.update(group)
     state.incarnations[event.holder] = event.request_id >> 32
@@ -105,8 +105,7 @@ def _(event: ev.Leased, state: HubState) -> None:
 def _(event: ev.Returned, state: HubState) -> None:
     group = state.group(event.group)
     assert group is not None, f"group {event.group} is not open"
-    if event.died:
-        state.window.disturb()
+    state.window.forget(event.group)
     for sample in group.samples(RowStatus.LEASED):
         row = group.rows[sample]
         if row.attempt != event.attempt:
@@ -152,11 +151,18 @@ def _(event: ev.RowReady, state: HubState) -> None:
     row.num_versions = event.num_versions
     row.num_prompt_tokens = event.num_prompt_tokens
     state.losses.finished += 1
-    state.window.row_ready()
     state.num_continued += event.num_kept > 0
     state.tokens_kept += event.num_kept
     if is_other_version or group.is_complete:
         state.queue.update(group)
+    _end_row(event.row.group, state)
+
+
+def _end_row(group_id: GroupId, state: HubState) -> None:
+    """A row of a group is ready or failed."""
+    state.window.row_ready()
+    if group_id in state.queue.ready or group_id in state.queue.at_tasks:
+        state.window.end(group_id)
 
 
 @_change.register
@@ -193,6 +199,7 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
     if (group := state.groups.pop(event.group, None)) is None:
         return
     assert group.step is None, f"group {event.group} is handed out"
+    state.window.forget(event.group)
     rows = group.samples(RowStatus.WANTED, RowStatus.LEASED)
     for sample in rows:
         state.end_lease(group.row_id(sample), group.rows[sample])
@@ -216,11 +223,12 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     state.account.failed += 1
     state.failures[event.reason] += 1
     state.losses.fail(1, event.reason)
-    state.window.row_ready()
     group = state.groups[event.row.group]
     state.queue.update(group)
+    _end_row(group.id, state)
     if all(row.status is RowStatus.FAILED for row in group.rows):
         del state.groups[group.id]
+        state.window.drop(group.id)
 
 
 @_change.register
@@ -238,7 +246,6 @@ def _(event: ev.Evaluated, state: HubState) -> None:
 @_change.register
 def _(event: ev.RowsLost, state: HubState) -> None:
     state.losses.lose(len(event.rows), event.reason)
-    state.window.disturb()
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
         assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
@@ -249,6 +256,7 @@ def _(event: ev.RowsLost, state: HubState) -> None:
         row.reset()
         state.release([row_id])
         state.unassigned[group.id] = None
+        state.window.forget(group.id)
         if group.step is not None:  # it is handed out again once it is complete again
             group.step = None
             state.in_training.remove(group.id)
@@ -258,7 +266,6 @@ def _(event: ev.RowsLost, state: HubState) -> None:
 @_change.register
 def _(event: ev.UnitLost, state: HubState) -> None:
     state.lost_storage_ids.add(event.unit)
-    state.window.disturb()
     for group in state.groups.values():
         for sample, row in enumerate(group.rows):
             if event.unit not in row.storage_ids:
@@ -270,6 +277,7 @@ def _(event: ev.UnitLost, state: HubState) -> None:
                 row.reset()
                 state.release([group.row_id(sample)])
                 state.unassigned[group.id] = None
+                state.window.forget(group.id)
                 state.queue.update(group)
 
 
@@ -307,6 +315,7 @@ def _(event: ev.TaskReturned, state: HubState) -> None:
 def _(event: ev.GroupFiltered, state: HubState) -> None:
     group = state.groups.pop(event.group)
     state.queue.remove(event.group)
+    state.window.drop(event.group)
     state.release(group.row_ids(RowStatus.READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
     num_ready = len(group.samples(RowStatus.READY))
@@ -366,7 +375,9 @@ def _(event: ev.Published, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.Received, state: HubState) -> None:
-    """For audits; it does not change the state."""
+    """The digest is for audits."""
+    if event.num_unfinished:
+        state.midway["starved" if event.is_ordered else "age"] += 1
 
 
 @_change.register

@@ -2,90 +2,117 @@
 
 With N places, generation and the trainer are a closed network of an infinite server and a single one. The trainer needs
 a = mu L groups in generation (Little's law: mu its rate, L the time to generate a group), and it starves with Erlang's
-probability B(N, a), which does not depend on the distribution of lengths. So N = a + margin. Over a step, a is the time that
-groups spent in generation over the time that the trainer worked: groups that are filtered out count by themselves.
+probability B(N, a), which does not depend on the distribution of lengths. So N = a + margin.
 
-Groups that wait for another task, such as the reference, are generated: where that task is the slowest, a longer queue would only make
-them older.
+L is the mean of Kaplan and Meier (1958) over the groups that were in generation lately: each counts for the ages at which it was seen,
+though it has not ended, or began long before. So while a run fills, a grows as the groups in generation would if the trainer had always
+worked: the queue fills at the trainer's rate, and no faster, since groups that all begin together also end together. Nor does it change
+L that a trainer starves.
 
-The margin is learned. A step that starved raises it by the groups that were missing, and the window that starved is kept as a
-floor, which fades. A step that did not lowers it by a part of the ready groups that were never needed; the whole would swing,
-since a group that is not leased now is missing only a generation later.
+The margin is so many standard deviations of a Poisson number of mean a, or more, which is learned. A step that starved although the
+window was full widens the window by the share of time that was lost, at most a quarter, and once in a latency: before that, groups that
+were leased for the last widening have not come. A step that did not starve lowers the margin by a part of the ready groups that were
+never needed. A window that rollouts have no room for is never much wider than what is under way.
 
-A step with a fault is not measured: leases came back from a dead holder, rows were lost, or no row became ready for several times the
-usual time while some were generated, since no window would have kept the trainer busy. Nor is one during which rollouts work on an
-evaluation, since its groups take longer than those of other steps. After a few such steps in a row they are the usual load, and are
-measured too. After the first measurement a step adds a bounded number of groups, so that a fault which is not noticed
-has little effect.
+Time in which no row became ready for several times the usual time is a stall, and does not count for L. Nor does the time until the
+first row, in which rollouts also start, nor do groups of which rows came back or were lost.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...comm.messages.base import GroupId
 
 GAIN = 0.3
 """The part of a new measurement that counts, and of the spare groups that leave the margin."""
 TOLERANCE = 0.005
 """The share of a step for which the trainer may starve before the window grows."""
-_HEADROOM = 1.08
-"""Factor by which the floor lies above a window that starved the trainer."""
-_FADE = 0.99
-"""Factor by which the floor shrinks with each step."""
+_DEVIATIONS = 3.0
+"""The least margin, in standard deviations of the groups in generation."""
+_WIDEST_RAISE = 0.25
+"""The share of the window by which it grows at most for a step that starved."""
+_USED = 0.9
+"""The share of the window that was under way where rollouts have room for all of it."""
+_ROOM = 1.25
+"""Times the most groups under way to which the window is bound where they have not."""
+_GROWTH = 4.0
+"""The same where they have: the first measurements may be of a faulty start."""
 _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
-_PAUSE = 0.1
-"""A step that stood still for longer than this share of itself is not measured, such as for a checkpoint."""
 _STALL = 4
 """Times the usual time of a group and a step without a row that becomes ready, after which generation counts as stalled."""
-_UNUSUAL_STEPS = 4
-"""Most steps in a row that are not measured because of an evaluation or a fault."""
-_GROWTH = 0.5
-"""The part of the window by which it grows at most in a step, where that is more than the groups of the step."""
+_LEAST_SAMPLE = 64
+"""Groups that ended, over which L is measured, where fewer are in generation."""
+_LOOKS = 8
+"""Measurements of L in the time in which as many groups end as it is measured over."""
 
 
 @dataclass(slots=True)
 class Window:
     """A fold over the times of events and the counts of groups between them; the seconds are the journal's."""
 
-    in_generation: float = 0.0
-    """a: groups in generation for a trainer that always works."""
-    margin: float = math.inf
-    """Groups beyond them; infinite until a step was measured."""
-    floor: float = 0.0
-    step_s: float = 0.0
-    """Seconds that the trainer works in a step."""
+    limit: float = math.inf
+    """N: groups to have in generation or ready; infinite until the trainer's rate is known."""
+    group_s: float = 0.0
+    """1 / mu: seconds that the trainer works on a group; 0 until it is known."""
     latency_s: float = 0.0
-    """Seconds that a group is generated."""
+    """L: mean seconds from the lease of a group until it is generated."""
+    margin: float = 0.0
+    """The margin that was learned."""
+    room: float = math.inf
+    """The widest window that rollouts have room for, as far as it is known."""
+    step_s: float = 0.0
+    """Seconds that the trainer works in a step; 0 until one was measured."""
     publish_s: float = 0.0
     """Seconds from the end of a step until its version is complete on a relay."""
     starved_s: float = 0.0
     """Seconds of the last step in which the trainer waited and no group was ready."""
     per_step: int = 0
     now: float = 0.0
+    clock: float = 0.0
+    """Seconds of generation until the last row became ready, without stalls."""
+    silent_s: float = 0.0
+    """Seconds of generation since then."""
+    has_rows: bool = False
+    """Whether a row has become ready since the start: rollouts start, too, before the first one."""
+    raised_at: float = 0.0
+    """The clock when the margin was raised."""
+    began: dict[GroupId, float] = field(default_factory=dict)
+    """The groups in generation that are measured, by the clock at their lease."""
+    ended: list[tuple[float, float]] = field(default_factory=list)
+    """Of those that were generated: the clock at the lease, and the latency."""
+    since: float = -math.inf
+    """The clock from which on groups are measured."""
+    num_ended: int = 0
+    """Groups that were generated since L was measured."""
+    num_measured: int = 0
+    """Steps that were measured."""
+    num_trained: float = 0.0
+    """Groups that were trained lately; earlier ones fade."""
+    num_dropped: float = 0.0
+    """Groups that were generated for nothing, in the same way."""
     elapsed_s: float = 0.0
     """Seconds since the last step ended; the time by which a clock is set back is not taken off."""
-    group_s: float = 0.0
-    """Seconds that groups spent in generation since then."""
     dry_s: float = 0.0
     """Seconds since then in which the step lacked groups and none was generated."""
     least_ready: float = math.inf
     most_queued: int = 0
-    ready_at: float = math.inf
-    """When a row became ready last, or when generation began again after it had no group; infinite until the first row."""
-    silent_s: float = 0.0
-    """Longest time without a row that became ready, of those that ended since the last step."""
-    is_unusual: bool = False
-    """Rollouts worked on an evaluation since then, or a process died with rows."""
-    num_unusual: int = 0
-    """Steps in a row, up to the last one, with that or with a stall."""
+    peak: float = 0.0
+    """The most groups under way lately; higher ones fade."""
+    is_full: bool = False
+    """Whether the window has been full since the last step ended."""
 
     @property
-    def limit(self) -> float:
-        """Groups to have in generation or ready; infinite until a step was measured."""
-        return max(self.in_generation + self.margin, self.floor)
+    def starved_share(self) -> float:
+        """The part of the last measured step for which the trainer starved, beside the usual time of its work."""
+        seconds = self.starved_s + self.step_s
+        return self.starved_s / seconds if seconds else 0.0
 
     @property
     def num_groups(self) -> int:
-        """The limit as a whole number; 0 until a step was measured."""
+        """The limit as a whole number; 0 until it is known."""
         return 0 if math.isinf(self.limit) else math.ceil(self.limit)
 
     @property
@@ -93,21 +120,32 @@ class Window:
         """Groups that the trainer works off while a version is published."""
         return self.per_step * self.publish_s / self.step_s if self.step_s else 0.0
 
+    @property
+    def in_generation(self) -> float:
+        """a: groups in generation for a trainer that always works; 0 until its rate is known."""
+        if not self.group_s:
+            return 0.0
+        return self.latency_s / self.group_s * (1 + self.num_dropped / self.num_trained)
+
+    @property
+    def _sample(self) -> int:
+        """Groups that ended, over which L is measured."""
+        return max(len(self.began), _LEAST_SAMPLE)
+
     def open(self) -> None:
-        """Begin after a start or a restart of the run: the step in progress is not measured, since the queue is empty."""
+        """Begin after a start or a restart of the run: the step in progress has no measure, since the queue is empty."""
         self.per_step = 0
 
+    def restart(self) -> None:
+        """No group is in generation any more."""
+        self.began.clear()
+        self.has_rows = False
+        self.open()
+
     def pass_time(
-        self,
-        now: float,
-        num_queued: int,
-        num_ready: int,
-        num_in_training: int,
-        num_at_tasks: int = 0,
-        *,
-        evaluating: bool = False,
+        self, now: float, num_queued: int, num_ready: int, num_in_training: int, num_at_tasks: int = 0
     ) -> None:
-        """The counts have been these since the last call; `evaluating`: rollouts worked on an evaluation too.
+        """The counts have been these since the last call.
 
         num_at_tasks: groups that are generated and wait for another task's columns.
         """
@@ -116,66 +154,119 @@ class Window:
         if seconds <= 0:
             return  # the wall clock was set back, or two events are of one moment
         self.elapsed_s += seconds
-        self.is_unusual |= evaluating
-        num_in_generation = num_queued - num_ready - num_at_tasks
-        if not num_in_generation and not math.isinf(self.ready_at):
-            self.ready_at = now
-        self.group_s += seconds * num_in_generation
+        self.silent_s += seconds
+        if num_queued == num_ready + num_at_tasks:
+            self.silent_s = 0.0  # nothing is generated
         self.least_ready = min(self.least_ready, num_ready)
         self.most_queued = max(self.most_queued, num_queued)
+        self.is_full |= num_queued + 1 >= self.limit
         if not num_ready and not num_at_tasks and num_in_training < self.per_step:
             self.dry_s += seconds
 
-    def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
-        """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
-        self.num_unusual = self.num_unusual + 1 if self.is_unusual or self._has_stalled else 0
-        is_whole = self.per_step > 0 and busy_s > 0 and not 0 < self.num_unusual <= _UNUSUAL_STEPS
-        paused_s = self.elapsed_s - busy_s - waited_s
-        if is_whole and paused_s <= _PAUSE * (busy_s + waited_s):
-            self._learn(num_groups, busy_s, waited_s)
-        self.per_step = num_groups
-        self.is_unusual = False
-        self.elapsed_s = self.group_s = self.dry_s = self.silent_s = 0.0
-        self.least_ready = math.inf
-        self.most_queued = 0
+    def lease(self, group: GroupId) -> None:
+        """All samples of a group begin."""
+        self.began[group] = self.clock + self.silent_s
 
     def row_ready(self) -> None:
         """A row became ready, or failed."""
-        self.silent_s = max(self.silent_s, self.now - self.ready_at)
-        self.ready_at = self.now
+        is_usual = self.silent_s <= _STALL * (self.latency_s + self.step_s)
+        if self.has_rows and (is_usual or not self.latency_s):
+            self.clock += self.silent_s
+        else:
+            self.began = {group: min(at, self.clock) for group, at in self.began.items()}
+        self.has_rows = True
+        self.silent_s = 0.0
 
-    def disturb(self) -> None:
-        """A process died, or its rows were lost: the step in progress is not a usual one."""
-        self.is_unusual = True
+    def end(self, group: GroupId) -> None:
+        """A group is generated."""
+        if (at := self.began.pop(group, None)) is None:
+            return
+        self.ended.append((at, self.clock - at))
+        self.num_ended += 1
+        if self.num_ended * _LOOKS >= self._sample:
+            self._measure()
+
+    def forget(self, group: GroupId) -> None:
+        """Rows of a group came back or were lost, or it was given up: its latency is not a usual one."""
+        self.began.pop(group, None)
+
+    def drop(self, group: GroupId) -> None:
+        """A group was generated for nothing."""
+        self.forget(group)
+        self.num_dropped += 1
+
+    def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
+        """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
+        gain = min(GAIN, num_groups / max(len(self.began), 1))
+        self.num_trained = (1 - gain) * self.num_trained + num_groups
+        self.num_dropped *= 1 - gain
+        self.peak = max(self.most_queued, self.peak + gain * (self.most_queued - self.peak))
+        if busy_s > 0 and (self.per_step or not self.num_measured):
+            # The first step also starts the trainer, so the second one takes its place.
+            self.group_s += (gain if self.num_measured > 1 else 1.0) * (busy_s / num_groups - self.group_s)
+            self.step_s = self.group_s * num_groups
+            self._learn(num_groups, busy_s, waited_s)
+            self.num_measured += 1
+        self.per_step = num_groups
+        self.elapsed_s = self.dry_s = 0.0
+        self.least_ready = math.inf
+        self.most_queued = 0
+        self.is_full = False
 
     def publish(self, steps_late: int) -> None:
         """A version is complete, the one of the last step or an earlier one."""
         if self.per_step:
             self.publish_s = _smoothed(self.publish_s, self.elapsed_s + steps_late * self.step_s)
 
-    @property
-    def _has_stalled(self) -> bool:
-        """Whether no row became ready for several times the usual time of a group and a step."""
-        usual_s = self.latency_s + self.step_s
-        return self.step_s > 0 and max(self.silent_s, self.now - self.ready_at) > _STALL * usual_s
-
     def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
+        """Raise or lower the margin, if the window was known before the step."""
         was = self.limit
-        before = self.in_generation
-        most = was + max(num_groups, _GROWTH * was)
-        self.in_generation = min(_smoothed(before, self.group_s / busy_s), most)
-        self.step_s = _smoothed(self.step_s, busy_s)
-        self.latency_s = _smoothed(self.latency_s, self.group_s / num_groups)
-        self.starved_s = min(waited_s, self.dry_s)
-        if math.isinf(self.margin):
-            self.margin = max(0.0, self.most_queued - self.in_generation)
+        is_used = math.isinf(was) or self.peak >= _USED * was
+        self.room = (_GROWTH if is_used else _ROOM) * self.peak
+        self._choose()
+        if math.isinf(was):
             return
-        self.floor *= _FADE
+        self.starved_s = min(waited_s, self.dry_s)
         if self.starved_s <= TOLERANCE * (busy_s + waited_s):
             self.margin = max(0.0, self.margin - GAIN * max(0.0, self.least_ready - _SPARE * num_groups))
-        elif self.most_queued + 1 >= was:  # else the rollouts have no room for more
-            self.margin = min(self.margin + self.starved_s * num_groups / busy_s, most - self.in_generation)
-            self.floor = max(self.floor, _HEADROOM * was)
+        elif self.is_full and self.clock - self.raised_at >= self.latency_s:
+            widened = was * (1 + min(self.starved_s / busy_s, _WIDEST_RAISE))
+            self.margin = max(self.margin, widened - self.in_generation)
+            self.raised_at = self.clock
+        self._choose()
+
+    def _measure(self) -> None:
+        """Measure L over the groups that were in generation lately: since some of those that have ended were."""
+        self.num_ended = 0
+        num = self._sample
+        for at, latency_s in self.ended[:-num]:
+            self.since = max(self.since, at + latency_s)
+        self.ended = self.ended[-num:]
+        begins = np.array([*self.began.values(), *(at for at, _ in self.ended)])
+        ages = np.array([*(self.clock - at for at in self.began.values()), *(latency_s for _, latency_s in self.ended)])
+        self.latency_s = mean_latency(self.since - begins, ages, len(self.began))
+        self._choose()
+
+    def _choose(self) -> None:
+        """Set the limit by what was measured and learned."""
+        if needed := self.in_generation:
+            self.limit = min(needed + max(_DEVIATIONS * math.sqrt(needed), self.margin), self.room)
+
+
+def mean_latency(before_s: np.ndarray, ages_s: np.ndarray, num_alive: int) -> float:
+    """The mean lifetime by the ends among lives that were seen from the age `before_s` on, until their age `ages_s`.
+
+    The first `num_alive` have not ended. It is the integral of S(t) up to the highest age, and S(t) is the product over the ends
+    before t of 1 - 1/n, where n lives were seen at that age (Kaplan and Meier, 1958). One more is counted, which never ends: so the
+    end of the only one that was seen at its age is not taken for that of all.
+    """
+    ends = np.sort(ages_s[num_alive:])
+    num_older = len(ages_s) - np.searchsorted(np.sort(ages_s), ends)
+    num_unseen = len(ages_s) - np.searchsorted(np.sort(before_s), ends, side="right")
+    num_before = np.arange(len(ends)) - np.searchsorted(ends, ends)  # of the same age
+    alive = np.cumprod(1 - 1 / (1 + num_older - num_unseen - num_before))
+    times = np.append(ends, np.max(ages_s, initial=0.0))
+    return float(np.append(1.0, alive) @ np.diff(times, prepend=0.0))
 
 
 def _smoothed(before: float, measured: float) -> float:

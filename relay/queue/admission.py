@@ -20,6 +20,9 @@ from ..journal.records import Group, RowStatus
 from .samplers import Budget, Candidate, Sampler
 from .schedules import SCHEDULES, Schedule
 
+FIRST_STEPS = 2
+"""Steps of groups in the queue until the trainer's rate is known: with one, the first step would last as long as its slowest group."""
+
 
 class Admission:
     """The rules of one run: places per step, length of the queue, staleness bound, number of steps."""
@@ -37,7 +40,7 @@ class Admission:
         self.per_step = batch.prompts_per_step
         self.update_ends = batch.update_ends
         self.bound = queue.max_staleness if schedule.staleness is None else schedule.staleness
-        steps = 1 if self.bound is None else self.bound + 1
+        steps = FIRST_STEPS if self.bound is None else self.bound + 1
         self.follows_trainer = queue.lead == "auto" and schedule.staleness is None
         self.first_lead = steps * self.per_step if queue.lead == "auto" else queue.lead
         """Most groups in the queue before the window is known, and at any time if it does not follow the trainer."""
@@ -57,6 +60,11 @@ class Admission:
     def free_places(self, state: HubState) -> int:
         """New groups for which the queue has room."""
         return max(0, min(self.lead(state), self.remaining_groups(state)) - state.num_queued)
+
+    def shared_window(self, state: HubState) -> int:
+        """Groups that all rollouts together have under way, as far as the queue has room; 0 if not known."""
+        first = self.first_lead if self.follows_trainer else 0
+        return min(state.window.num_groups or first, self.lead(state))
 
     def open_slots(self, state: HubState) -> int:
         """Groups that may still be handed out for the step in progress."""
@@ -163,13 +171,18 @@ class Admission:
 def first_groups(groups: Iterable[Group], max_tokens: float) -> list[Group]:
     """The groups up to the one that reaches `max_tokens`."""
     first: list[Group] = []
-    num_tokens = 0
+    found = 0
     for group in groups:
         first.append(group)
-        num_tokens += sum(group.rows[sample].num_tokens for sample in group.samples(RowStatus.READY))
-        if num_tokens >= max_tokens:
+        found += num_tokens([group])
+        if found >= max_tokens:
             break
     return first
+
+
+def num_tokens(groups: Iterable[Group]) -> int:
+    """Tokens of their finished samples, prompts included."""
+    return sum(group.rows[sample].num_tokens for group in groups for sample in group.samples(RowStatus.READY))
 
 
 def _candidate_of(group: Group) -> Candidate:

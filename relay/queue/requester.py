@@ -33,13 +33,18 @@ class RowRequester:
         max_tokens: int,
         deadline_s: float = float("inf"),
         *,
+        num_ranks: int = 1,
         has_trees: bool = False,
     ) -> None:
-        """deadline_s: seconds without a sign of life of the hub that end the consumer's wait; has_trees: as in `RequestRows`."""
+        """max_tokens: a micro-batch for each of `num_ranks`; has_trees: as in `RequestRows`.
+
+        deadline_s: seconds without a sign of life of the hub that end the consumer's wait.
+        """
         self.sign_s = min(_SIGN_S, deadline_s / _SIGNS)
         self._mailbox = mailbox
         self._tasks = list(tasks)
         self._max_tokens = max_tokens
+        self._least_tokens = max_tokens if num_ranks > 1 else 0
         self._has_trees = has_trees
         # Answers to an earlier incarnation of this process may still arrive.
         self._request_ids = itertools.count(int(threads.seconds() * 1e9))
@@ -71,6 +76,7 @@ class RowRequester:
             self._max_tokens,
             evaluated,
             has_trees=self._has_trees,
+            least_tokens=self._least_tokens,
         )
         began = threads.seconds()
         sent_at = -float("inf")  # the caller of `ExperienceStream.next` holds the deadline

@@ -29,6 +29,8 @@ class Schedule:
     max_age: float = math.inf
     """Versions that a rollout's weights may be behind the newest. Beyond it takes the newest, and its running trajectories go on
     under them; with 0 at once. Until then it takes new weights once its trajectories have ended."""
+    switches_if_starved: bool = False
+    """Whether the hub orders a rollout to take the newest weights at once where the trainer starves for it (`relay/midway.py`)."""
     takes_share_at_once: bool = False
     """Whether a rollout takes its whole share of a batch at the start, even if it cannot run all of it together."""
     repacks: bool = False
@@ -38,7 +40,7 @@ class Schedule:
 
     @property
     def mixes_versions(self) -> bool:
-        """Whether several versions may generate the tokens of a trajectory."""
+        """Whether any trajectory may continue on another version than it began on: there is no rule of one version."""
         return self.max_age < math.inf
 
 
@@ -50,7 +52,7 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(name="one_step", staleness=1, whole_batches=True, takes_share_at_once=True),
         Schedule(name="stream", staleness=1, takes_share_at_once=True),
         Schedule(name="partial", max_age=0),
-        Schedule(name="headrace", repacks=True, broadcasts=False),
+        Schedule(name="headrace", switches_if_starved=True, repacks=True, broadcasts=False),
     )
 }
 
@@ -58,4 +60,8 @@ SCHEDULES: dict[str, Schedule] = {
 def schedule_of(run: RunSettings, rollout: RolloutSettings) -> Schedule:
     """The schedule that `run.schedule` chooses, with `rollout.max_age`."""
     schedule = SCHEDULES[run.schedule]
-    return schedule if rollout.max_age is None else replace(schedule, max_age=rollout.max_age)
+    if rollout.max_age is None:
+        return schedule
+    if rollout.max_age == "never":
+        return replace(schedule, switches_if_starved=False)
+    return replace(schedule, max_age=rollout.max_age)

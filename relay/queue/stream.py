@@ -283,7 +283,7 @@ class ExperienceStream:
         self._team: CallerTeam = caller_team or SingleRank()
         self._deadline_s = deadline_s
         self._requester = RowRequester(
-            mailbox, tasks, max_tokens * team.size, deadline_s, has_trees=longest_in_tree > 0
+            mailbox, tasks, max_tokens * team.size, deadline_s, num_ranks=team.size, has_trees=longest_in_tree > 0
         )
         self._fetcher = RowFetcher(
             self._requester, storage, columns, team,

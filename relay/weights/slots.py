@@ -67,14 +67,16 @@ class VersionSlots:
         return int(self.segment.words[_LAYOUT])
 
     def prepare(self, num_bytes: int, fingerprint: int) -> None:
-        """Allocate the slots for a layout; does nothing for the same layout again. Raises `WrongDigest` for another."""
+        """Allocate the slots for a layout, unless they have it, and map them. Raises `WrongDigest` for another layout."""
         if self.fingerprint not in (0, fingerprint):
             raise WrongDigest(
                 "the memory has slots of another layout: is `model.path` or `model.dtype` not the same as before?"
             )
-        if not self.fingerprint:
+        is_new = not self.fingerprint
+        if is_new:
             self.segment.allocate(self._num_slots, num_bytes)
-            self.segment.slot(0)
+        self.segment.slot(0)
+        if is_new:
             self.segment.words[_LAYOUT] = fingerprint
 
     # -------------------------------------------------------------------------------------------- the writer's side

@@ -1,68 +1,28 @@
 """Tools as Python functions, in TRL's form: type hints and a docstring become the JSON schema that the chat template shows.
 
-The policy calls a tool in one of two forms:
-
-    <tool_call>{"name": "calc", "arguments": {"expression": "2+3"}}</tool_call>     for chat prompts (Hermes, Qwen)
-    <calc>2+3</calc>                                                                for text prompts: the first argument
-
-The results are messages with the role `tool`, or `<result>5</result>` in text. A turn without a call is the last one.
+`relay.dataset.tool_calls` has the forms in which the policy calls them. The results are messages with the role `tool`, or
+`<result>5</result>` in text. A turn without a call is the last one.
 """
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...comm.errors import HeadraceError
+from ...relay.dataset.tool_calls import ToolCall, parse_calls
 from .base import Messages, StepResult
 from .user_calls import call
 
 Tool = Callable[..., Any]
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 RESERVED = {"reset", "state", "restore", "close"}
 """Methods of an environment that are not tools."""
-
-
-class ToolCall(NamedTuple):
-    """One call of a turn; `problem` says what is wrong with it."""
-
-    name: str
-    arguments: dict[str, Any] | list[Any]
-    problem: str = ""
 
 
 def tools_of(environment: object) -> list[Tool]:
     """The public methods of an environment that are tools."""
     found = inspect.getmembers(environment, callable)
     return [tool for name, tool in found if not name.startswith("_") and name not in RESERVED]
-
-
-def parse_calls(turn: str, names: Sequence[str], *, is_chat: bool) -> list[ToolCall]:
-    """The calls of a turn in their order."""
-    if is_chat:
-        return [_hermes_call(match.group(1).strip()) for match in _HERMES.finditer(turn)]
-    if not names:
-        return []
-    form = re.compile(rf"<({'|'.join(map(re.escape, names))})>(.*?)(?:</\1>|$)", re.DOTALL)
-    return [ToolCall(match.group(1), [match.group(2)]) for match in form.finditer(turn)]
-
-
-def _hermes_call(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-        name = call["name"]
-        arguments = call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return ToolCall("", {}, 'a tool call must be JSON with "name" and "arguments"')
-    if isinstance(arguments, str):  # some models write the arguments as JSON within JSON
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return ToolCall(str(name), {}, "the arguments of a tool call must be JSON")
-    if not isinstance(arguments, dict):
-        return ToolCall(str(name), {}, "the arguments of a tool call must be an object")
-    return ToolCall(str(name), arguments)
 
 
 class ToolEnvironment:

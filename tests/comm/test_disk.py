@@ -16,7 +16,7 @@ from headrace.comm.errors import DiskFull
 from headrace.comm.trace import Trace
 from headrace.launch.processes.child import Child
 from headrace.relay.checkpoints import CheckpointFolder
-from headrace.trainer.board import Board
+from headrace.trainer.record.board import Board
 from headrace.trainer.step_log import StepLog
 
 

@@ -90,7 +90,6 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
     ("a reward file that is not Python", {}, broken("rewards.py", "def reward(:"), "rewards.py is not valid Python (line 1"),
     ("a missing engine", {"rollout.engine": "{folder}/rewards.py:Engine"}, None, "rollout.engine: {folder}/rewards.py has no function 'Engine'"),
     ("a rate below a schedule's last", {"optimizer.lr_schedule": "polynomial", "optimizer.lr": "1e-7"}, None, "optimizer.lr: lr_schedule=polynomial"),
-    ("a floor of another schedule", {"optimizer.min_lr_ratio": "0.1"}, None, "optimizer.min_lr_ratio: only with lr_schedule=cosine"),
     ("an update without a group", {"batch.updates_per_version": "99"}, None, "batch.updates_per_version: more than batch.prompts"),
     ("a warm-up without an end", {"optimizer.warmup_steps": "100", "optimizer.lr_schedule": "linear"}, None, "optimizer.warmup_steps"),
     ("an empty prompt", {}, broken("prompts.jsonl", '{"prompt": "x"}\n{"prompt": ""}\n'), "{folder}/prompts.jsonl:2 has an empty `prompt`"),
@@ -267,6 +266,18 @@ def test_a_start_warns_of_gpus_that_no_rank_uses_on_any_of_its_hosts(words, monk
     )
 
 
+def test_a_resumed_run_waits_for_the_copies_that_the_run_before_still_writes(words, tmp_path: Path, monkeypatch):
+    waited_for: list[tuple[Path, float]] = []
+    monkeypatch.setattr("headrace.launch.processes.rank.wait_for_writers", lambda *args: waited_for.append(args))
+    for resume, expected in (("never", []), ("auto", [(tmp_path / "run", 7.0)])):
+        recipe = read_recipe(
+            None, [*as_words(words), f"run.dir={tmp_path / 'run'}", f"run.resume={resume}", "comm.deadline_s=7"]
+        )
+        prepare(recipe).close()
+        assert waited_for == expected
+        (tmp_path / "run/summary.json").unlink(missing_ok=True)
+
+
 def test_a_plan_says_how_many_epochs_the_rows_of_any_sized_data_are(words, tmp_path: Path, capsys):
     (tmp_path / "own.py").write_text("rows = [{'prompt': 'p', 'answer': 1}] * 5\n")
     words |= {"data.path": f"{tmp_path / 'own.py'}:rows", "run.steps": "2", "batch.prompts_per_step": "5"}
@@ -334,7 +345,6 @@ def test_the_warm_up_of_a_plan_has_room_for_any_schedule_of_the_learning_rate(wo
     long = {
         "run.steps": "500",
         "optimizer.lr_schedule": "cosine",
-        "optimizer.min_lr_ratio": ".1",
         "optimizer.warmup_steps": "50",
     }
     check_recipe(read_recipe(None, as_words(words | long | WARM_UP)))

@@ -159,7 +159,7 @@ def test_the_quickstart_learns(tmp_path: Path, seed: int):
     tenth = max(3, len(rewards) // 10)
     assert sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth >= 0.3
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["accounting"]["holds"] and set(summary["versions_per_trajectory"]) == {"1"}
+    assert summary["accounting"]["holds"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / summary["export"]).num_parameters() > 0
 
 

@@ -14,7 +14,7 @@ from headrace.launch.run import main
 from headrace.relay.checkpoints import CheckpointFolder
 from headrace.relay.journal.events import Checkpointed, Opened, Trained
 from headrace.relay.journal.journal import Journal
-from headrace.relay.weights.saved_states import SavedStates, StateHead
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
 from headrace.trainer.step_log import StepLog
 
 
@@ -79,10 +79,10 @@ def test_checkpoints_and_saved_queues_of_steps_that_are_given_up_get_other_names
     assert queue.path(4).exists()
 
 
-def leave_copies(run_dir: Path, *steps: int, num_ranks: int = 1) -> SavedStates:
-    saved = SavedStates(run_dir)
+def leave_copies(run_dir: Path, *steps: int, num_ranks: int = 1) -> CopiesOnDisk:
+    saved = CopiesOnDisk(run_dir)
     for step in steps:
-        saved.write(0, StateHead(step, f"{step:032x}", 11, 100, num_ranks, "1"), np.zeros(100, np.uint8))
+        saved.write(0, CopyHead(step, f"{step:032x}", 11, 100, num_ranks, "1"), np.zeros(100, np.uint8))
     return saved
 
 

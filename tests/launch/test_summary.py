@@ -55,6 +55,15 @@ def test_what_people_look_for_comes_first_and_the_whole_table_fits_on_a_screen()
     assert len(rows) < 15
 
 
+def test_the_account_tells_how_many_trajectories_have_two_versions_and_why():
+    summary = {"accounting": ACCOUNT, "versions_per_trajectory": {"1": 3, "2": 1}}
+    assert dict(summary_rows(summary, Path("run")))["versions per trajectory"] == "1: 75.0 %, 2: 25.0 %"
+    midway = {"starved": 2, "age": 1}
+    assert dict(summary_rows(summary | {"midway": midway}, Path("run")))["versions per trajectory"] == (
+        "1: 75.0 %, 2: 25.0 % (new weights midway: 2 x the trainer starved, 1 x the old ones were too old)"
+    )
+
+
 def test_the_best_evaluation_is_named_once_if_it_is_the_last_one():
     results = FULL["evaluations"][:2]
     rows = dict(summary_rows({**FULL, "evaluations": results}, Path("run")))

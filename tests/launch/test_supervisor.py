@@ -26,13 +26,14 @@ from headrace.comm.store.server import StoreServer
 from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable
+from headrace.launch.processes.copies_lock import _is_free
 from headrace.launch.processes.supervisor import (
     MAX_RESTARTS,
     RESTART_WINDOW_S,
     ExitKind,
     classify_exit,
 )
-from headrace.relay.weights.saved_states import SavedStates
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk
 
 T = TypeVar("T")
 DRIVER = Path(__file__).parents[1] / "support" / "supervisor_driver.py"
@@ -345,7 +346,7 @@ def test_a_trainer_that_can_start_again_has_one_segment_in_all_its_processes(sup
 def test_the_copies_of_a_trainer_that_is_not_started_again_are_left_in_the_run_folder(supervisor, name: str):
     running = supervisor(name, {name: ["copy"]}, config="run.steps: 9")
     code, errors = running.end()
-    head = SavedStates(running.run_dir).head(3, 0)
+    head = CopiesOnDisk(running.run_dir).head(3, 0)
     assert code == 2 and (head is not None) is (name == "actor-0"), errors
     assert "after step 3 to" in errors or head is None
 
@@ -354,16 +355,26 @@ def test_the_copies_of_a_trainer_that_is_not_started_again_are_left_in_the_run_f
 def test_the_supervisor_of_an_actor_leaves_the_copies_of_another_hosts_rank_too(supervisor, keeps_others: bool):
     running = supervisor("actor-0", {"actor-0": ["copy"]}, config="run.steps: 9", keeps_others=keeps_others)
     running.end()
-    saved = SavedStates(running.run_dir)
+    saved = CopiesOnDisk(running.run_dir)
     assert [saved.head(3, rank) is not None for rank in (0, 1)] == [True, keeps_others]
+
+
+def test_a_trainer_that_is_interrupted_since_another_failed_and_does_not_end_in_time_leaves_its_copies(supervisor):
+    running = supervisor("actor-0", {"actor-0": ["copy and wait"]}, config="run.steps: 9", shutdown_s=0.3)
+    running.wait_for("actor-0 copied")
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 1 and CopiesOnDisk(running.run_dir).steps() == [3], errors
 
 
 def test_a_run_folder_that_was_renamed_gets_the_copies(supervisor):
     running = supervisor("actor-0", {"actor-0": ["copy and wait"]}, config="run.steps: 9")
     running.wait_for("actor-0 copied")
+    assert not _is_free(running.run_dir), "the next start waits for this supervisor"
     moved = running.run_dir.rename(running.run_dir.with_name("moved"))
     code, errors = running.end()
-    assert (code, SavedStates(moved).steps()) == (2, [3]), errors
+    assert (code, CopiesOnDisk(moved).steps()) == (2, [3]), errors
+    assert _is_free(moved)
     assert not running.run_dir.exists()
 
 

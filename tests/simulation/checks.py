@@ -133,6 +133,11 @@ class Checks:
                 f"{event.holder} has other weights than the trainer's version {event.version}"
             )
             self._used[event.version] = event.digest
+            self.run.applied["rollout: new weights midway"] += event.num_unfinished > 0
+            is_allowed = (
+                not event.is_ordered or schedule_of(self.run.recipe.run, self.run.recipe.rollout).switches_if_starved
+            )
+            assert is_allowed, f"{event.holder} was ordered to take new weights"
         if isinstance(event, ev.Ended):
             assert not self.errors.lines, f"errors in the log: {self.errors.lines}"
             self.status = event.reason
@@ -160,8 +165,8 @@ class Checks:
             assert bound is None or event.step - row.version <= bound, (
                 f"{row_id} is {event.step - row.version} versions old"
             )
-            mixes = schedule.mixes_versions or self.run.recipe.rollout.max_age is not None
-            assert mixes or row.num_versions == 1, f"{row_id} has {row.num_versions} versions"
+            may_mix = schedule.mixes_versions or (schedule.switches_if_starved and state.midway)
+            assert may_mix or row.num_versions == 1, f"{row_id} has {row.num_versions} versions"
 
     def look(self, state: HubState) -> None:
         """The account is balanced, the index of leases is right, and units have what the hub says."""

@@ -106,7 +106,7 @@ def settings_of(choose: Chooser) -> dict[str, Any]:
         settings |= {"roles.reference": references, "algorithm.kl_coef": 0.1}
     if schedule == "headrace":
         settings["queue.max_staleness"] = choose.pick(("null", 1, 2, 4))
-        settings["rollout.max_age"] = choose.pick(("null", "null", 2))
+        settings["rollout.max_age"] = choose.pick(("null", "null", 2, "never"))
     return settings
 
 

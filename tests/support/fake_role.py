@@ -64,7 +64,7 @@ def main() -> int:
         case "copy" | "copy and wait":  # of a training state, before an end that the supervisor does not mend
             _copy_state()
             note("copied")
-            while action == "copy and wait":
+            while action == "copy and wait":  # whatever signals come
                 time.sleep(0.01)
             return 2
         case "mistake":

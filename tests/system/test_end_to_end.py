@@ -45,7 +45,7 @@ def test_a_run_trains_and_its_folder_holds_account_metrics_and_export(job: MakeJ
     assert summary["status"] == "finished" and summary["steps"] == 4
     account = assert_account_adds_up(run)
     assert account["trained"] == 4 * 16 and account["in_flight"] == 0
-    assert summary["versions_per_trajectory"] == {"1": 64}
+    assert sum(summary["versions_per_trajectory"].values()) == 64
     assert sum(summary["staleness"].values()) == 64
     assert summary["tokens_per_s"] > 0
     metrics = run.metrics()

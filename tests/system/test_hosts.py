@@ -24,7 +24,7 @@ from headrace.launch.recipes.parts import RECIPE as QUICKSTART
 from headrace.launch.recipes.parts import missing_parts
 from headrace.relay.journal.events import Checkpointed, Moved, Opened, Published, Received
 from headrace.relay.journal.files import read_events
-from headrace.relay.weights.saved_states import SavedStates
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.xdist_group("hosts")]
 
@@ -260,12 +260,12 @@ def test_a_run_that_lost_a_host_with_an_actor_continues_from_the_copies_on_the_o
     assert job.end()[0] not in (None, 0), job.logs()
     assert not (job.dir / "checkpoints/latest").exists()
     trained = len(job.metrics())
-    assert SavedStates(job.dir).newest(0, trained, 2)[0], job.logs()
+    assert CopiesOnDisk(job.dir).newest(0, trained, 2)[0], job.logs()
     again = hosts_job(2, run__steps=trained + 2, **settings).start(ranks="2,3")
     assert again.end() == [0, 0], again.logs()
     again.assert_account((trained + 2) * 16)
     assert "from the copy of the training state in" in again.output(0)
-    assert not SavedStates(job.dir).root.exists()
+    assert not CopiesOnDisk(job.dir).root.exists()
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_a_bound_holds_with_many_rollouts(tmp_path: Path, bound: int):
     system = System(tmp_path, **{"queue.max_staleness": bound, "run.steps": 5}).start_all(num_rollouts=3)
     summary = system.wait()
     assert max(int(lag) for lag in summary["staleness"]) <= bound
-    assert summary["versions_per_trajectory"] == {"1": 20}
+    assert sum(summary["versions_per_trajectory"].values()) == 20
 
 
 def test_generator_and_trainer_agree_at_equal_version(tmp_path: Path):

@@ -102,6 +102,7 @@ def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path, has_turns
     for folder, has_moves in ((tmp_path / "still", False), (tmp_path / "moved", True)):
         folder.mkdir()
         words = LONG | ({} if has_moves else {"repack.period_s": 0})
+        words |= {"rollout.max_age": "never"}
         if has_turns:
             words |= TURNS | {"environment.path": f"{folder / 'environments.py'}:Counter"}
         elif has_moves and max_age is not None:  # new weights under running trajectories change nothing either

@@ -19,7 +19,7 @@ from headrace.launch.resume import choose_point
 from headrace.relay.journal.events import Checkpointed, Ended
 from headrace.relay.journal.hub_state import account_dict
 from headrace.relay.journal.replay import replay
-from headrace.relay.weights.saved_states import SavedStates
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer.progress import progress_line
 
@@ -181,7 +181,7 @@ def test_a_run_whose_store_is_killed_continues_from_the_copies_in_memory_to_the_
     code, output = broken.end()
     assert code == 1 and "the actors write their copies of the training state after step " in output, output
     assert not (broken.dir / "checkpoints/latest").exists()
-    saved = SavedStates(broken.dir)
+    saved = CopiesOnDisk(broken.dir)
     assert saved.newest(0, 12, num_ranks)[0]
     output = broken.run(**{"run.resume": "auto"})
     point, copy = re.findall(r"continues after step (\d+), from the copy of .*/memory/step_(\d+)", output)[0]

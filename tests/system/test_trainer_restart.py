@@ -25,7 +25,8 @@ from headrace.relay.journal.replay import replay
 from headrace.trainer import loop as trainer_loop
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import TrainingState
-from headrace.trainer.learners.state_copies import Pace, StateCopies
+from headrace.trainer.learners.copy_thread import Pace
+from headrace.trainer.learners.state_copies import StateCopies
 
 EXACT: dict[str, object] = {
     "run.schedule": "sync",

@@ -24,7 +24,7 @@ from headrace.relay.queue.stream import AfterLastStep
 from headrace.rollout import loop as rollout_loop
 from headrace.trainer.learners.builtin import ActorLearner
 from headrace.trainer.loop import Trainer
-from headrace.trainer.metrics_log import Value
+from headrace.trainer.record.metrics_log import Value
 
 REWARD = (
     "def reward(prompts, completions, completion_ids, **rest):\n    return [sum(ids) % 7 for ids in completion_ids]\n"

@@ -9,6 +9,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.policies import tiny_policy
+from support.rank_threads import RankThreads
 from support.small_disk import fill, small_disk
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers import AutoModelForCausalLM
@@ -25,7 +27,7 @@ from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
 from headrace.comm.recipe import CheckpointSettings, LoraSettings, ModelSettings, OptimizerSettings, Recipe
 from headrace.relay.queue.batch import Batch
-from headrace.relay.weights.saved_states import SavedStates, StateHead
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
 from headrace.trainer import checkpoint
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import CheckpointWriter, load_state, save_state, staged
@@ -214,14 +216,14 @@ def test_an_optimizers_setting_that_would_run_code_is_refused_and_runs_nothing(p
 class Disk:
     """A writer of checkpoints whose writes wait for the test, and what it has reported."""
 
-    def __init__(self, run_dir: Path, **settings: Any) -> None:
+    def __init__(self, run_dir: Path, *, deadline_s: float = 60, is_lead: bool = True, **settings: Any) -> None:
         self.may_write = threading.Event()
         self.reported: list[int] = []
         self.writer = CheckpointWriter(
             run_dir,
             CheckpointSettings(**settings),
-            deadline_s=60,
-            is_lead=True,
+            deadline_s=deadline_s,
+            is_lead=is_lead,
             on_written=lambda step, path: self.reported.append(step),
         )
 
@@ -243,15 +245,48 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_reported_when_
     assert (disk.reported, [*disk.writer.folder.whole()]) == ([4], [4])
 
 
-def test_a_whole_checkpoint_replaces_the_copies_that_a_failed_run_has_left(tmp_path: Path):
-    saved, disk = SavedStates(tmp_path), Disk(tmp_path)
+def test_a_checkpoint_replaces_the_copies_that_a_failed_run_has_left_once_the_journal_has_it(tmp_path: Path):
+    copies, disk = CopiesOnDisk(tmp_path), Disk(tmp_path)
     for step in (3, 4, 5):
-        saved.write(0, StateHead(step, "0", 1, 100, 1, "1"), np.zeros(100, np.uint8))
-    disk.writer.begin(4, lambda: disk.write)
-    assert saved.steps() == [3, 4, 5]
+        copies.write(0, CopyHead(step, "0", 1, 100, 1, "1"), np.zeros(100, np.uint8))
+    seen: list[list[int]] = []
+
+    def record() -> None:
+        """As the hub, some time after the report."""
+        seen.append(copies.steps())
+        disk.writer.folder.set_latest(4)
+
+    disk.writer._on_written = lambda *_: threading.Timer(0.2, record).start()
     disk.may_write.set()
+    disk.writer.begin(4, lambda: disk.write)
     disk.writer.close()
-    assert saved.steps() == [5]
+    assert seen == [[3, 4, 5]] and copies.steps() == [5]
+
+
+def test_the_copies_stay_where_no_hub_records_the_checkpoint(tmp_path: Path):
+    copies, disk = CopiesOnDisk(tmp_path), Disk(tmp_path, deadline_s=0.05)
+    copies.write(0, CopyHead(3, "0", 1, 100, 1, "1"), np.zeros(100, np.uint8))
+    disk.may_write.set()
+    disk.writer.begin(4, lambda: disk.write)
+    assert disk.writer._thread is not None
+    disk.writer._thread.join(60)
+    disk.writer.close()
+    assert disk.reported == [4] and copies.steps() == [3]
+
+
+def test_no_rank_ends_before_rank_0_has_sealed_the_checkpoint(tmp_path: Path):
+    ranks = RankThreads(2)
+    disks = [Disk(tmp_path, is_lead=rank == 0) for rank in range(2)]
+    for disk in disks:
+        disk.writer.begin(4, lambda disk=disk: disk.write if disk is disks[0] else lambda _: None)
+    threading.Timer(0.2, disks[0].may_write.set).start()
+
+    def end(rank: int) -> list[int]:
+        disks[rank].writer.close(ranks.group(rank))
+        return [*disks[rank].writer.folder.whole()]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(end, range(2))] == [[4], [4]]
 
 
 def test_the_state_is_copied_when_the_copy_before_is_written(tmp_path: Path):

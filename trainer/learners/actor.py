@@ -91,6 +91,7 @@ class Actor:
         stats.add(batch)
         taken, num_non_finite = trainable(batch, mask_truncated=self.recipe.algorithm.mask_truncated)
         stats.add_non_finite(num_non_finite)
+        stats.shown.add_trajectories(taken)
         if self.critic is not None:
             for row, values in zip(taken.rows, self.critic.values(batch), strict=True):
                 row.values = values
@@ -168,6 +169,7 @@ class Actor:
                 packed = self.pack(batch.batch, rows, is_updated=is_updated)
                 stats.add_packed(packed, is_real=bool(rows))
                 logprobs = self._backward(packed, stats, needs_gradient=needs_gradient and not self.is_frozen)
+                stats.shown.add_logprobs(rows, logprobs)
                 if rows and self._keeps_proximal and self.recipe.batch.passes > 1 and not self.updates:
                     for row, own in zip(rows, logprobs.split([len(r.response_ids) for r in rows]), strict=True):
                         row.proximal_logprobs = own.cpu().numpy()

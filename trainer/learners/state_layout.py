@@ -54,8 +54,8 @@ class StateLayout:
         lines = [
             f"{name} {leaf.tensor.dtype} {[*leaf.tensor.shape]} {leaf.start}" for name, leaf in self._named.items()
         ]
-        self.fingerprint = xxhash.xxh3_64_intdigest("\n".join(lines).encode()) >> 1
-        """63 bits over names, types, shapes and places."""
+        self.fingerprint = xxhash.xxh3_64_intdigest("\n".join(lines).encode()) >> 12
+        """52 bits over names, types, shapes and places: a float64 of a collective has them."""
 
     def state_in(self, buffer: np.ndarray, copies: dict[int, Tensor]) -> dict[str, Any]:
         """The state with the tensors of a slot. `copies` receives each by the address of the bytes of which it is a copy."""
@@ -71,23 +71,25 @@ class StateLayout:
         return join_digests(digest for leaf in self.leaves for digest in _digests(buffer[leaf.start : leaf.end]))
 
     def write(self, buffer: np.ndarray, check: Callable[[], None]) -> str:
-        """Copy the tensors into a slot; returns its digest. `check` is called before each piece, and may raise an error."""
-        return join_digests(
-            digest for leaf in self.leaves for digest in _copied(leaf, buffer[leaf.start : leaf.end], check)
-        )
+        """Copy the tensors into a slot; returns its digest. `check` is called before each piece, and may raise an error.
+
+        What comes from a GPU is there already.
+        """
+
+        def digests(leaf: Leaf) -> Iterator[bytes]:
+            source = None if leaf.tensor.is_cuda else leaf.tensor.reshape(-1).view(torch.uint8).numpy()
+            return _digests(buffer[leaf.start : leaf.end], source, check)
+
+        return join_digests(digest for leaf in self.leaves for digest in digests(leaf))
 
 
-def _digests(part: np.ndarray) -> Iterator[bytes]:
+def _digests(
+    part: np.ndarray, source: np.ndarray | None = None, check: Callable[[], None] = lambda: None
+) -> Iterator[bytes]:
+    """The digests of the pieces of a tensor's place, or of the source's, which are copied there."""
     for at in range(0, part.nbytes, _PIECE_BYTES):
-        yield xxhash.xxh3_64_digest(part[at : at + _PIECE_BYTES].data)
-
-
-def _copied(leaf: Leaf, into: np.ndarray, check: Callable[[], None]) -> Iterator[bytes]:
-    """Copy a tensor to its place, unless it comes from a GPU and is there; the digests of its pieces."""
-    source = into if leaf.tensor.is_cuda else leaf.tensor.reshape(-1).view(torch.uint8).numpy()
-    for at in range(0, into.nbytes, _PIECE_BYTES):
         check()
-        piece = source[at : at + _PIECE_BYTES]
-        if source is not into:
-            into[at : at + _PIECE_BYTES] = piece
+        piece = (part if source is None else source)[at : at + _PIECE_BYTES]
+        if source is not None:
+            part[at : at + _PIECE_BYTES] = piece
         yield xxhash.xxh3_64_digest(piece.data)

@@ -26,6 +26,7 @@ class VirtualStream:
         self._num_steps = recipe.run.steps
         e = lab_of(recipe.lab)
         self._micro_tokens = recipe.optimizer.micro_batch * e.trainer_ranks
+        self._least_tokens = self._micro_tokens if e.trainer_ranks > 1 else 0
         self._prompt_tokens = e.prompt_tokens
         self._longest = recipe.sampling.max_new_tokens
         self._ones = np.ones(self._longest, np.uint8)
@@ -65,7 +66,8 @@ class VirtualStream:
         if self._step < self._num_steps and len(self._ahead) < PLACES and not self._is_asking:
             self._is_asking = True
             place = (self._step, self._received)
-            self._mailbox.send("hub", RequestRows(next(self._request_ids), [TRAIN], *place, (), self._micro_tokens))
+            sizes = {"max_tokens": self._micro_tokens, "least_tokens": self._least_tokens}
+            self._mailbox.send("hub", RequestRows(next(self._request_ids), [TRAIN], *place, **sizes))
 
     def _batch(self, answer: TrainBatch) -> Batch:
         """A batch with only the columns that the statistics of an emulated trainer read."""

@@ -52,7 +52,7 @@ def test_every_schedule_trains_each_row_once_at_its_staleness(tmp_path: Path, sc
 def test_weights_that_are_too_far_behind_are_replaced_under_running_trajectories(tmp_path: Path):
     words = {"lab__p99_over_median": 30, "lab__update_s": 2, "repack__period_s": 0}
     longest: dict[str, int] = {}
-    for max_age in ("null", "2"):
+    for max_age in ("never", "2"):
         run = run_of(tmp_path / max_age, roles__rollout=4, run__steps=16, rollout__max_age=max_age, **words)
         assert replay(tmp_path / max_age / "journal.jsonl") == run.hub.state and run.hub.state.is_balanced
         events = [event for _, event in read_events(tmp_path / max_age / "journal.jsonl")]
@@ -61,8 +61,27 @@ def test_weights_that_are_too_far_behind_are_replaced_under_running_trajectories
             if isinstance(event, Received):
                 versions.setdefault(event.holder, []).append(event.version)
         longest[max_age] = max(new - old for each in versions.values() for old, new in pairwise(each))
-        assert (max(run.hub.state.versions_per_trajectory) > 1) == (max_age != "null")
-    assert longest["2"] == 3 < longest["null"]
+        assert (max(run.hub.state.versions_per_trajectory) > 1) == (max_age != "never")
+    assert longest["2"] == 3 < longest["never"]
+
+
+def test_a_rollout_for_which_the_trainer_starves_takes_new_weights_midway_and_the_trainer_waits_less(tmp_path: Path):
+    seconds: dict[str, float] = {}
+    for max_age in ("never", "null"):
+        words = {"lab__p99_over_median": 10, "batch__prompts_per_step": 8, "generator__max_running": 64}
+        run = run_of(tmp_path / max_age, roles__rollout=1, run__steps=12, rollout__max_age=max_age, **words)
+        state = run.hub.state
+        assert replay(tmp_path / max_age / "journal.jsonl") == state and state.is_balanced
+        received = [
+            event for _, event in read_events(tmp_path / max_age / "journal.jsonl") if isinstance(event, Received)
+        ]
+        num_ordered = sum(event.is_ordered for event in received)
+        assert state.midway["starved"] == num_ordered and (num_ordered > 0) == (max_age == "null")
+        assert (max(state.versions_per_trajectory) > 1) == (max_age == "null")
+        lines = (tmp_path / max_age / "metrics.jsonl").read_text().splitlines()
+        assert sum(json.loads(line).get("weights/midway", 0) for line in lines) <= num_ordered
+        seconds[max_age] = json.loads(lines[-1])["time_s"]
+    assert seconds["null"] < seconds["never"]
 
 
 def test_a_run_depends_on_its_recipe_alone(tmp_path: Path):

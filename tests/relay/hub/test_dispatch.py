@@ -261,6 +261,44 @@ def test_a_trainer_that_starts_again_gets_the_groups_of_its_step_in_the_same_ans
     assert replay(s.path) == s.hub.state
 
 
+def hand_outs(s: Scene, *, received: int = 0, least_tokens: int = 16) -> list[int]:
+    """Groups of each answer to a trainer of several ranks. A group has 10 tokens."""
+    s.say("actor-0", RequestRows(received + 1, ["train"], 0, received, max_tokens=16, least_tokens=least_tokens))
+    return [len(message.groups) for message in s.heard("actor-0") if isinstance(message, TrainBatch)]
+
+
+def test_several_ranks_get_no_groups_until_there_is_a_micro_batch_for_each_of_them(scene: MakeScene):
+    s = scene(per_step=4)
+    grant = s.lease(num_groups=4)
+    s.finish(grant.__class__(grant.request_id, grant.version, grant.leases[:1]))
+    assert hand_outs(s) == [], "ten tokens of sixteen"
+    assert replay(s.path) == s.hub.state
+    s.finish(grant.__class__(grant.request_id, grant.version, grant.leases[1:2]))
+    assert [len(m.groups) for m in s.heard("actor-0") if isinstance(m, TrainBatch)] == [2]
+
+
+def test_one_rank_begins_with_the_first_group(scene: MakeScene):
+    s = scene(per_step=4)
+    grant = s.lease(num_groups=4)
+    s.finish(grant.__class__(grant.request_id, grant.version, grant.leases[:1]))
+    assert hand_outs(s, least_tokens=0) == [1]
+
+
+def test_the_rest_of_a_step_is_enough_for_several_ranks(scene: MakeScene):
+    s = scene(per_step=3)
+    grant = s.lease(num_groups=3)
+    s.finish(grant.__class__(grant.request_id, grant.version, grant.leases[:2]))
+    assert hand_outs(s) == [2]
+    s.finish(grant.__class__(grant.request_id, grant.version, grant.leases[2:]))
+    assert hand_outs(s, received=2) == [1]
+
+
+def test_several_ranks_get_what_there_is_where_no_other_group_is_under_way(scene: MakeScene):
+    s = scene(per_step=4)
+    ready(s, num_groups=1)
+    assert hand_outs(s) == [1], "a short queue would never have more"
+
+
 def test_a_step_of_an_earlier_incarnation_of_the_trainer_does_not_count(scene: MakeScene):
     s = scene()
     ready(s)

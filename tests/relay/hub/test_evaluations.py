@@ -16,6 +16,7 @@ from headrace.comm.messages import (
     LeaseGrant,
     LeaseRequest,
     LeaseReturn,
+    LoadReport,
     RequestRows,
     SampleScored,
     StepTrained,
@@ -23,6 +24,7 @@ from headrace.comm.messages import (
     VersionReady,
 )
 from headrace.comm.messages.migration import ClaimRows
+from headrace.comm.messages.weights import SwitchWeights
 from headrace.comm.recipe import EvalSettings
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.files import read_events
@@ -185,6 +187,26 @@ def test_a_version_that_is_gone_before_anyone_began_its_evaluation_leaves_it_to_
     s.say("rollout-0", LeaseReturn([lease.group for lease in grant.leases], [1] * len(grant.leases), is_gone=True))
     again = s.ask("rollout-0", version=1, can_continue=True)
     assert again is not None and (again.version, again.is_evaluation) == (1, True)
+
+
+def test_no_rollout_is_ordered_to_take_new_weights_midway_until_the_evaluation_is_complete(scene: MakeScene):
+    """A rollout that is never empty could not go back to its version."""
+    s = scene()
+    grant = s.ask("rollout-0")
+    s.publish(1)
+    window = s.hub.state.window
+    window.starved_s = window.step_s = 1.0
+    load = LoadReport(
+        version=0, num_running=1, num_waiting=0, kv_util=0, tokens=0, busy_s=1, idle_s=0, pull_s=0, peak_running=9
+    )
+    s.say("rollout-1", load)
+    assert s.heard("rollout-1") == []
+    while grant and grant.leases:
+        s.score(grant)
+        grant = s.ask("rollout-0", only_evaluation=True)
+    s.say("rollout-1", load)
+    assert s.heard("rollout-1") == [SwitchWeights(0)]
+    window.starved_s = window.step_s = 0.0  # no event has set them
 
 
 def test_the_next_evaluation_waits_for_the_one_under_way(scene: MakeScene):

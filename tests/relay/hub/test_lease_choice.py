@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.hub_scene import Scene
 
 from headrace.comm.messages import GroupId, LeaseRequest, RowRef, RowsStreamed
@@ -31,8 +32,11 @@ class Rules(Scene):
 
     def train(self, num_steps: int) -> None:
         for step in range(num_steps):
-            self.hub.context.commit(ev.Trained(step=step))
-            self.hub.context.commit(ev.Published(version=step + 1, digest="", relay="relay-0"))
+            self.train_step(step)
+
+    def train_step(self, step: int) -> None:
+        self.hub.context.commit(ev.Trained(step=step))
+        self.hub.context.commit(ev.Published(version=step + 1, digest="", relay="relay-0"))
 
     def choose(self, own: int, version: int | None, *, may_be_new: bool = True) -> Choice | None:
         """The choice for a rollout that has the weights of version `own`. It changes nothing."""
@@ -104,3 +108,14 @@ def test_a_group_that_is_too_old_for_any_version_waits(make: MakeRules):
     rules.come_back(True)
     rules.train(3)
     assert rules.choose(1, 1) is None, "version 1 is too old for step 3"
+
+
+def test_first_tokens_of_two_versions_continue_on_the_second_and_are_as_old_as_the_first(make: MakeRules):
+    rules = make(per_step=1, max_staleness=1, lead=4)
+    (begun,) = rules.come_back(True)
+    group, partials = rules.hub.state.groups[begun], rules.hub.partials.rows
+    row = partials[begun.row(0)] = replace(partials[begun.row(0)], newest=1)
+    rules.train(1)
+    assert rules.choose(2, None) == Choice(1, group, {0: row})
+    rules.train_step(1)
+    assert rules.choose(2, None) == Choice(2, group, {}, starts_again=True)

@@ -64,7 +64,7 @@ def test_a_request_that_was_answered_long_ago_gets_no_other_groups(scene: Restar
     scene.finish(scene.lease(request=FIRST + 1))
     scene.restart()
     scene.say("rollout-0", LeaseRequest(FIRST + 1, 0, 1))
-    assert scene.heard("rollout-0")[-1] == LeaseGrant(FIRST + 1, 0, [])
+    assert scene.heard("rollout-0")[-1] == LeaseGrant(FIRST + 1, 0, [], window=4)
 
 
 def test_leases_of_a_process_that_died_meanwhile_come_back(scene: Restart):

@@ -127,14 +127,9 @@ def test_a_resumed_run_opens_the_samples_again_that_were_being_generated():
     assert [len(group.rows) for group in state.evaluations.wanted()] == [2, 2]
 
 
-def test_the_window_knows_when_rollouts_work_on_an_evaluation():
-    both = [ev.Evaluated(row=sample(0, sample=s), t=2.0) for s in range(2)]
-    assert not folded(begun(), leased(0)).window.is_unusual
-    state = folded(begun(), leased(0), *both)
-    assert state.window.is_unusual
-    apply(ev.Trained(step=0, t=3.0), state)
-    apply(ev.Published(version=1, digest="", relay="relay-0", t=4.0), state)
-    assert not state.window.is_unusual
+def test_groups_of_an_evaluation_are_not_measured_for_the_window():
+    state = folded(begun(), leased(0), *[ev.Evaluated(row=sample(0, sample=s), t=2.0) for s in range(2)])
+    assert not state.window.began and not state.window.ended
 
 
 def test_a_journal_that_is_cut_at_a_checkpoint_keeps_the_scores_of_its_version(tmp_path: Path):

@@ -40,8 +40,7 @@ class SmallRun:
 
     def widen(self, num_groups: int) -> None:
         """Let the window be of so many groups."""
-        self.state.window.in_generation = num_groups
-        self.state.window.margin = 0.0
+        self.state.window.limit = num_groups
 
     def lease(self, version: int) -> bool:
         if not self.admission.may_lease(self.state, version):
@@ -103,23 +102,27 @@ def test_a_fixed_lead_is_the_length_of_the_queue():
     assert [run.lease(0) for _ in range(4)] == [True, True, True, False]
 
 
-def test_before_the_window_is_known_a_step_of_groups_is_leased():
+def test_before_the_window_is_known_two_steps_of_groups_are_leased():
     run = SmallRun(bound=None, per_step=2)
-    assert [run.lease(0) for _ in range(3)] == [True, True, False]
+    assert [run.lease(0) for _ in range(5)] == [True] * 4 + [False]
+
+
+def test_with_a_bound_as_many_steps_of_groups_are_leased_at_first_as_it_allows():
+    assert [SmallRun(bound=bound, per_step=2).admission.first_lead for bound in (0, 1, 3)] == [2, 4, 8]
 
 
 @pytest.mark.parametrize(("micro_tokens", "lead"), [(0, 2), (3, 3), (100, 4)])
 def test_the_window_limits_the_queue_and_leaves_a_micro_batch_at_least(micro_tokens: int, lead: int):
     run = SmallRun(bound=None, per_step=4, micro_tokens=micro_tokens)
     run.train_whole_step()
-    run.state.window.in_generation, run.state.window.margin = 1.0, 0.5
+    run.state.window.limit = 1.5
     assert run.admission.lead(run.state) == lead
 
 
 def test_a_queue_that_a_sampler_chooses_from_has_a_step_at_least():
     run = SmallRun(bound=None, per_step=4, sampler=NewestFirst())
     run.train_whole_step()
-    run.state.window.in_generation, run.state.window.margin = 1.0, 0.5
+    run.state.window.limit = 1.5
     assert run.admission.lead(run.state) == 4
 
 

@@ -150,13 +150,27 @@ def test_under_a_barrier_schedule_each_rollout_takes_its_share_at_once():
 
 @pytest.mark.parametrize(
     ("words", "ages"),
-    [([], []), (["rollout.max_age=3"], [4, 5]), (["run.schedule=partial"], [1, 2, 3, 4, 5])],
+    [
+        ([], []),
+        (["rollout.max_age=never"], []),
+        (["rollout.max_age=3"], [4, 5]),
+        (["run.schedule=partial"], [1, 2, 3, 4, 5]),
+    ],
 )
 def test_a_rollout_takes_weights_under_running_trajectories_beyond_an_age(words: list[str], ages: list[int]):
     recipe = read_recipe(None, words)
     pacing = RolloutPacing.of(schedule_of(recipe.run, recipe.rollout), prompts_per_step=16, num_rollouts=1)
     assert [age for age in range(6) if pacing.takes_weights(age, is_idle=False)] == ages
     assert [age for age in range(6) if pacing.takes_weights(age, is_idle=True)] == [1, 2, 3, 4, 5]
+
+
+def test_only_headrace_relieves_a_trainer_that_starves_unless_the_age_is_never():
+    assert [name for name, schedule in SCHEDULES.items() if schedule.switches_if_starved] == ["headrace"]
+    by_age = {}
+    for age in ("null", "never", "2"):
+        recipe = read_recipe(None, [f"rollout.max_age={age}"])
+        by_age[age] = schedule_of(recipe.run, recipe.rollout).switches_if_starved
+    assert by_age == {"null": True, "never": False, "2": True}
 
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step", "partial"])

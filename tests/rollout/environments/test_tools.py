@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from headrace.comm.plugins import load_object
-from headrace.rollout.environments.tools import ToolCall, ToolEnvironment, parse_calls, tools_of
+from headrace.relay.dataset.tool_calls import ToolCall, parse_calls
+from headrace.rollout.environments.tools import ToolEnvironment, tools_of
 from headrace.rollout.rewards.sandbox import SandboxError
 
 FILE = '''

@@ -1,7 +1,9 @@
 """Copies of the training state in memory: a trainer that is started again continues from them bit for bit."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,22 +14,26 @@ from support.actors import actor_of, batch_of, on_two_ranks, recipe_of, train
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
+from support.rank_threads import RankThreads
 
 from headrace.comm.environment import SEGMENT_FD
 from headrace.comm.host_memory import HeldMemory
 from headrace.comm.shared_memory import Lock, Segment
 from headrace.launch.config.run_folder import start_in
 from headrace.launch.placement import Placement
-from headrace.launch.processes.left_copies import LeftCopies
-from headrace.relay.weights.saved_states import SavedStates
+from headrace.launch.processes.copies_writer import CopiesWriter
+from headrace.relay.weights import copies_on_disk
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
 from headrace.relay.weights.slots import StoredVersion
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.checkpoint import TrainingState
-from headrace.trainer.learners import state_copies
+from headrace.trainer.learners import copy_thread, state_copies
 from headrace.trainer.learners.actor import Actor
+from headrace.trainer.learners.copy_thread import COST_SHARE, CopyThread, Pace
 from headrace.trainer.learners.optimizer import Update
-from headrace.trainer.learners.state_copies import COST_SHARE, Pace, StateCopies, _Copy
+from headrace.trainer.learners.state_copies import StateCopies
 from headrace.trainer.learners.state_layout import StateLayout
+from headrace.trainer.step_metrics import StepMetrics
 
 CRITIC = {"algorithm__advantage": "gae", "critic__warmup_steps": 3}
 SETTINGS = [{}, {"lora__rank": 2}, CRITIC, {"batch__updates_per_version": 2, "batch__prompts_per_step": 4}]
@@ -110,7 +116,7 @@ def test_an_update_waits_for_the_copy_of_the_state_before_it(
 ):
     actor, successor = actor_of(recipe_of(policy_dir)), actor_of(recipe_of(policy_dir))
     may_copy = threading.Event()
-    monkeypatch.setattr(state_copies, "failpoint", lambda *_, **__: may_copy.wait(60))
+    monkeypatch.setattr(copy_thread, "failpoint", lambda *_, **__: may_copy.wait(60))
     at_end(may_copy.set)
     copies = with_copies(actor, segment)
     steps(actor, 1)
@@ -150,7 +156,7 @@ def test_a_process_that_dies_while_it_copies_leaves_the_copy_before(
     def die(*_: object, **__: object) -> None:
         raise error("no more pages")
 
-    monkeypatch.setattr(state_copies, "failpoint", die)
+    monkeypatch.setattr(copy_thread, "failpoint", die)
     steps(actor, 1)
     torn = actor.copies
     assert torn is not None
@@ -219,22 +225,22 @@ def test_the_copies_of_another_policy_are_not_used(
     assert "the copies of the training state in memory are not used: they have other" in capsys.readouterr().out
 
 
-def left_by(actor: Actor, segment: Segment, run_dir: Path) -> SavedStates:
+def left_by(actor: Actor, segment: Segment, run_dir: Path) -> CopiesOnDisk:
     """What the supervisor of a failed run leaves of the actor's copies after three steps: those of steps 2 and 3."""
     (run_dir / "config.yaml").touch()
     with_copies(actor, segment)
     steps(actor, 3)
     wait(actor)
     start = start_in(run_dir)
-    LeftCopies(run_dir, Placement("actor", 0, 0, 0), 1, start).write({SEGMENT_FD: segment._fd}, has_ended=False)
-    saved = SavedStates(run_dir)
+    CopiesWriter(run_dir, Placement("actor", 0, 0, 0), 1, start).write({SEGMENT_FD: segment._fd}, has_ended=False)
+    saved = CopiesOnDisk(run_dir)
     assert saved.steps() == [2, 3]
     return saved
 
 
-def resumed(actor: Actor, saved: SavedStates) -> StateCopies:
+def resumed(actor: Actor, saved: CopiesOnDisk) -> StateCopies:
     """The copies of an actor with the memory of another supervisor."""
-    actor.copies = copies = StateCopies(new_segment(), actor.state, actor.group, saved=saved)
+    actor.copies = copies = StateCopies(new_segment(), actor.state, actor.group, on_disk=saved)
     at_end(copies.close)
     copies.pace = EachStep(1)
     return copies
@@ -262,19 +268,19 @@ def test_a_resumed_trainer_continues_from_what_a_failed_run_has_left_bit_for_bit
     assert saved.steps() == [2, 3], "until a checkpoint is newer"
 
 
-def test_left_copies_that_are_older_than_the_checkpoint_are_not_read(
+def test_copies_writer_that_are_older_than_the_checkpoint_are_not_read(
     policy_dir: Path, tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ):
     actor = actor_of(recipe_of(policy_dir))
     saved = left_by(actor, segment, tmp_path)
     read: list[int] = []
-    content = saved.content
-    monkeypatch.setattr(saved, "content", lambda step, rank: read.append(step) or content(step, rank))
+    read_file = saved.read
+    monkeypatch.setattr(saved, "read", lambda step, rank, into: read.append(step) or read_file(step, rank, into))
     assert resumed(actor, saved).newest(9, checkpoint=2) == 3
     assert read == [3]
 
 
-def test_left_copies_that_are_damaged_or_of_another_policy_are_removed_and_the_console_says_so(
+def test_copies_writer_that_are_damaged_or_of_another_policy_are_removed_and_the_console_says_so(
     policy_dir: Path, tmp_path: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
 ):
     actor = actor_of(recipe_of(policy_dir))
@@ -291,6 +297,53 @@ def test_left_copies_that_are_damaged_or_of_another_policy_are_removed_and_the_c
     assert resumed(other, write_left).newest(9) == -1
     assert f"{saved.file(3, 0)} is not used: it has other tensors" in capsys.readouterr().out
     assert not saved.root.exists()
+
+
+def write_files(run_dir: Path, copies: list[StateCopies], step: int, starts: tuple[str, str]) -> CopiesOnDisk:
+    """Files of two ranks, as of these starts of a run."""
+    on_disk = CopiesOnDisk(run_dir)
+    for rank, (each, start) in enumerate(zip(copies, starts, strict=True)):
+        layout = StateLayout(each._state.state_dict())
+        content = np.empty(layout.num_bytes, np.uint8)
+        digest = layout.write(content, lambda: None)
+        on_disk.write(rank, CopyHead(step, digest, layout.fingerprint, layout.num_bytes, 2, start), content)
+        each._on_disk = on_disk
+    return on_disk
+
+
+def test_ranks_do_not_continue_from_copies_of_two_starts(tmp_path: Path):
+    ranks = RankThreads(2)
+    copies = [copies_of_a_layer(ranks.group(number)) for number in range(2)]
+    write_files(tmp_path, copies, 4, ("2", "2"))
+    write_files(tmp_path, copies, 7, ("1", "2"))
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda each: each.newest(9), copies)] == [4, 4], "steps 5 to 7 were trained again"
+
+
+def test_a_rank_that_reads_a_left_copy_for_long_takes_part_in_collectives_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ranks, noted = RankThreads(2), list[str]()
+    groups = [ranks.group(number) for number in range(2)]
+    copies = [copies_of_a_layer(group) for group in groups]
+    on_disk = write_files(tmp_path, copies, 7, ("1", "1"))
+    monkeypatch.setattr(copies_on_disk, "_PIECE_BYTES", 64)
+    read, reduce = on_disk.read, groups[1].all_reduce_max
+
+    def read_slowly(step: int, rank: int, content: np.ndarray) -> Iterator[int]:
+        for size in read(step, rank, content):
+            noted.extend(["piece"] * rank)
+            yield size
+
+    def all_reduce_max(values: list[float]) -> list[float]:
+        noted.append("collective")
+        return reduce(values)
+
+    monkeypatch.setattr(on_disk, "read", read_slowly)
+    groups[1].all_reduce_max = all_reduce_max
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda each: each.newest(9), copies)] == [7, 7]
+    assert noted.count("piece") > 3 and ("piece", "piece") not in pairwise(noted)
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, num_bytes: int, growth: int = 0) -> None:
@@ -391,8 +444,7 @@ def test_an_update_does_not_wait_for_memory_that_is_being_prepared(
     steps(actor, 3)
     assert segment.num_slots == 0 and copies.hold({}) is None
     may_prepare.set()
-    assert copies._thread is not None
-    copies._thread.join(60)
+    assert copies._copy is not None and copies._copy.has_ended.wait(60)
     assert segment.num_slots == 2 and copies.newest(9) == -1, "the state has changed meanwhile"
     assert [copies._slots.generation(slot) for slot in (0, 1)] == [0, 0], "no copy was begun"
     monkeypatch.setattr(state_copies, "_PREPARATION_S", 60)
@@ -409,7 +461,7 @@ def test_the_time_to_prepare_the_memory_does_not_make_copies_rarer(
     prepare, costs = copies._slots.prepare, list[float]()
 
     def slow(num_bytes: int, fingerprint: int) -> None:
-        while copies._copy is not None:  # until the training waits
+        while copies._is_awaited:  # until the training waits
             threading.Event().wait(0.001)
         threading.Event().wait(0.3)
         prepare(num_bytes, fingerprint)
@@ -431,7 +483,7 @@ def test_a_copy_that_takes_too_long_is_given_up_and_training_continues(
     wait(actor)
     copies._deadline_s = 0.01
     may_copy = threading.Event()
-    monkeypatch.setattr(state_copies, "failpoint", lambda *_, **__: may_copy.wait(60))
+    monkeypatch.setattr(copy_thread, "failpoint", lambda *_, **__: may_copy.wait(60))
     monkeypatch.setattr(state_copies, "_PREPARATION_S", 60)
     at_end(may_copy.set)
     steps(actor, 1)
@@ -440,8 +492,7 @@ def test_a_copy_that_takes_too_long_is_given_up_and_training_continues(
     assert "no more copies of the training state are made in memory: one has taken" in capsys.readouterr().out
     assert segment.held_bytes > 20_000, "a thread may still write there"
     may_copy.set()
-    assert copies._thread is not None
-    copies._thread.join(60)
+    assert copies._copy is not None and copies._copy.has_ended.wait(60)
     assert copies.newest(9) == 1, "a copy that was given up does not count"
     steps(actor, 1)
     assert segment.held_bytes < 20_000
@@ -458,7 +509,7 @@ def test_copies_that_another_process_reads_are_not_overwritten_and_the_console_s
     assert reader.try_lock(0, Lock.SHARED)
     steps(actor, 1)
     wait(actor)
-    assert "the training state after step 3 is not copied in memory: another" in capsys.readouterr().out
+    assert "the training state after step 3 is not copied in memory: both" in capsys.readouterr().out
     reader.close()
     steps(actor, 1)
     wait(actor)
@@ -487,6 +538,18 @@ def test_a_checkpoint_is_written_from_a_copy_that_stays_until_then(policy_dir: P
     steps(actor, 1)
     wait(actor)
     assert (copies.newest(9), copies.newest(2)) == (6, -1)
+
+
+def test_a_state_within_a_step_is_no_copy_of_the_step_before(policy_dir: Path, segment: Segment):
+    actor = actor_of(recipe_of(policy_dir, batch__updates_per_version=2, batch__prompts_per_step=2))
+    copies = with_copies(actor, segment)
+    steps(actor, 1)
+    wait(actor)
+    (made,) = copies._slots.complete_versions()
+    actor.accumulate(batch_of(1), StepMetrics())
+    assert len(actor.updates) == 1
+    actor.discard()
+    assert copies.hold({}) is None and copies._slots.complete_versions() == [made]
 
 
 def test_the_moments_of_an_optimizer_that_has_made_no_step_count_no_step(policy_dir: Path):
@@ -518,27 +581,6 @@ def test_copies_are_no_rarer_than_checkpoints():
     pace.add_step(10_000)
     pace.add_step(10_000)
     assert pace.steps == 1
-
-
-class RankThreads:
-    """The collectives of ranks that are threads."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.values: dict[int, list[float]] = {}
-
-    def group(self, rank: int) -> ActorGroup:
-        group = ActorGroup(rank, self.barrier.parties, torch.device("cpu"), 60)
-
-        def all_reduce_max(values: list[float]) -> list[float]:
-            self.values[rank] = values
-            self.barrier.wait(60)
-            found = [max(each) for each in zip(*self.values.values(), strict=True)]
-            self.barrier.wait(60)
-            return found
-
-        group.all_reduce_max = all_reduce_max
-        return group
 
 
 @pytest.mark.parametrize(
@@ -574,52 +616,104 @@ def test_all_ranks_do_without_copies_once_one_has_failed():
 
 
 class NotedExchanges:
-    """The steps of the copies that a rank sends to another host, -1 without one."""
+    """The steps of the copies that a rank sends to another host, -1 without one, and -2 once the memory is freed."""
 
-    held_bytes = 0
+    held_bytes = num_bytes = 0
+    is_at_work = False
 
     def __init__(self) -> None:
         self.is_off = False
-        self.sent: list[int] = []
+        self.is_sending = False
+        self.sent: frozenset[int] = frozenset()
+        self.steps: list[int] = []
 
-    def exchange(self, mine: StoredVersion | None, fingerprint: int, buffer: np.ndarray) -> float:
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_off and not self.is_sending
+
+    def begin(self, mine: StoredVersion | None, content: np.ndarray) -> None:
         assert mine is None or mine.digest
-        self.sent.append(-1 if mine is None else mine.version)
+        self.steps.append(-1 if mine is None else mine.version)
+
+    def take_seconds(self) -> float:
         return 0.0
 
-    def free(self) -> None:
-        self.sent.append(-2)
+    def finish(self) -> None:
+        self.is_sending = False
 
-    def close(self) -> None:
+    def free(self) -> None:
+        self.steps.append(-2)
+
+    def meet(self, group: ActorGroup, layout: StateLayout) -> None:
         pass
 
+    prepare = close = finish
 
-def test_copies_are_exchanged_by_all_ranks_or_none_and_not_for_a_checkpoint():
+
+def step_without_copy(copies: StateCopies) -> None:
+    copies.before_update()
+    copies._state.step += 1
+
+
+def copied_step(copies: StateCopies) -> None:
+    step_without_copy(copies)
+    copies.after_step()
+
+
+def held_step(copies: StateCopies) -> int:
+    held = copies.hold({})
+    return -1 if held is None else held[1].version
+
+
+def test_copies_are_exchanged_by_all_ranks_or_none():
     copies, noted = exchanging_ranks()
-
-    def step_without_copy(each: StateCopies) -> None:
-        each.before_update()
-        each._state.step += 1
-
-    def hold(each: StateCopies) -> int:
-        held = each.hold({})
-        return -1 if held is None else held[1].version
-
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(copied_step, copies))
         list(pool.map(copied_step, copies))
-        assert [*pool.map(hold, copies)] == [2, 2]
-        assert [each.sent for each in noted] == [[2], [2]], "some rank may prepare its memory for the first one"
+        assert [*pool.map(held_step, copies)] == [2, 2]
+        assert [each.steps for each in noted] == [[2], [2]], "some rank may prepare its memory for the first one"
         list(pool.map(step_without_copy, copies))
-        assert [*pool.map(hold, copies)] == [3, 3]
-        assert [each.sent for each in noted] == [[2], [2]]
+        assert [*pool.map(held_step, copies)] == [3, 3], "a checkpoint's"
+        assert [each.steps for each in noted] == [[2, 3], [2, 3]]
         list(pool.map(step_without_copy, copies))
         copies[1]._fail("the test")
-        assert [*pool.map(hold, copies)] == [4, -1]
+        assert [*pool.map(held_step, copies)] == [4, -1]
         for each in copies:
             each._held.clear()
         list(pool.map(copied_step, copies))
-    assert [each.sent for each in noted] == [[2, -2], [2, -2]], "freed with the own ones"
+    assert [each.steps for each in noted] == [[2, 3, -2], [2, 3, -2]], "freed with the own ones"
+
+
+def test_while_one_rank_sends_its_copy_no_rank_makes_another_and_a_checkpoint_waits():
+    copies, noted = exchanging_ranks()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(copied_step, copies))
+        list(pool.map(copied_step, copies))
+        noted[1].is_sending = True
+        list(pool.map(copied_step, copies))
+        list(pool.map(StateCopies.finish, copies))
+        assert [each._slots.newest() for each in copies] == [2, 2]
+        assert [*pool.map(held_step, copies)] == [3, 3] and not noted[1].is_sending
+        for each in copies:
+            each._held.clear()
+        list(pool.map(copied_step, copies))
+        list(pool.map(StateCopies.finish, copies))
+    assert [each.steps for each in noted] == [[2, 3, 4], [2, 3, 4]]
+    assert [each._slots.newest() for each in copies] == [4, 4]
+
+
+def test_the_copy_that_is_sent_is_not_overwritten():
+    copies = copies_of_a_layer(RankThreads(1).group(0))
+    write_copy(copies, 1)
+    write_copy(copies, 2)
+    older = copies._slots.complete_versions()[0]
+    noted = NotedExchanges()
+    noted.sent = frozenset([older.slot])
+    copies._second = cast(Any, noted)
+    copies._state.step = 3
+    assert copies.hold({}) is None and older in copies._slots.complete_versions()
+    noted.sent = frozenset()
+    assert copies.hold({}) is not None and older not in copies._slots.complete_versions()
 
 
 def test_a_failed_exchange_of_one_rank_ends_those_of_all():
@@ -629,7 +723,7 @@ def test_a_failed_exchange_of_one_rank_ends_those_of_all():
             list(pool.map(copied_step, copies))
             noted[1].is_off = number == 1
         list(pool.map(StateCopies.finish, copies))
-    assert [each.sent for each in noted] == [[2, -2], [2, -2]] and all(each._second is None for each in copies)
+    assert [each.steps for each in noted] == [[2, -2], [2, -2]] and all(each._second is None for each in copies)
     assert [each._slots.newest() for each in copies] == [4, 4]
 
 
@@ -644,12 +738,6 @@ def exchanging_ranks() -> tuple[list[StateCopies], list[NotedExchanges]]:
     return copies, noted
 
 
-def copied_step(copies: StateCopies) -> None:
-    copies.before_update()
-    copies._state.step += 1
-    copies.after_step()
-
-
 def copies_of_a_layer(group: ActorGroup) -> StateCopies:
     layer = torch.nn.Linear(3, 3)
     state = TrainingState(layer, torch.optim.AdamW(layer.parameters()))
@@ -660,7 +748,7 @@ def copies_of_a_layer(group: ActorGroup) -> StateCopies:
 
 def write_copy(copies: StateCopies, step: int) -> None:
     """A copy of the present state, as if after this step."""
-    copies._run(_Copy(StateLayout(copies._state.state_dict()), step))
+    CopyThread(copies._slots, StateLayout(copies._state.state_dict()), step)._run()
 
 
 TWO_RANKS = """

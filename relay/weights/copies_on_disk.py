@@ -9,20 +9,21 @@ the run. Without torch, since supervisors write them.
 import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from ...comm.disk import make_folders
+from ...comm.disk import folder_bytes, make_folders
 from ..checkpoints import number_of, sync_folder, write_durably
 
 FOLDER = "memory"
 HEAD_BYTES = 4096
+_PIECE_BYTES = 64 << 20
 
 
-class StateHead(msgspec.Struct, frozen=True):
+class CopyHead(msgspec.Struct, frozen=True):
     """The head of a file: which copy of which state it has."""
 
     step: int
@@ -38,7 +39,7 @@ class StateHead(msgspec.Struct, frozen=True):
     """Tells this start of the run from others."""
 
 
-class SavedStates:
+class CopiesOnDisk:
     """The copies in a run folder."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -55,34 +56,62 @@ class SavedStates:
         """The steps that have a folder, whole or not, in order."""
         return sorted(step for path in self.root.glob("step_*") if (step := number_of(path.name)) >= 0)
 
-    def write(self, rank: int, head: StateHead, content: np.ndarray, by: str = "") -> None:
+    def write(
+        self,
+        rank: int,
+        head: CopyHead,
+        content: np.ndarray,
+        by: str = "",
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Write a rank's copy, uint8 [num_bytes], and sync it. Raises `OSError`; nothing is left of a file that does not fit.
 
         by: who writes it, since two may write the same.
+        is_wanted: asked when the file is written, before it gets its name.
         """
         run_dir = self.root.parent
-        if shutil.disk_usage(run_dir).free < content.nbytes:
+        if shutil.disk_usage(run_dir).free < self._missing_bytes(head):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         folder = make_folders(run_dir, FOLDER, self.path(head.step).name)
         new = folder / f"actor-{rank}.by-{by}"
         write_durably(new, msgspec.json.encode(head).ljust(HEAD_BYTES), content.data)
+        if not is_wanted():
+            new.unlink()
+            return
         new.replace(self.file(head.step, rank))
         for each in (folder, folder.parent, run_dir):
             sync_folder(each)
 
-    def head(self, step: int, rank: int) -> StateHead | None:
+    def _missing_bytes(self, head: CopyHead) -> int:
+        """The bytes that all ranks have still to write of this step and of newer ones, which come first. They write on one disk at once.
+
+        What one of them has written is as much less free. So it is the same for all of them, and none fills the disk for the others.
+        """
+        of_a_step = head.num_ranks * (HEAD_BYTES + head.num_bytes)
+        steps = {head.step, *(step for step in self.steps() if step > head.step)}
+        return sum(max(0, of_a_step - folder_bytes(self.path(step))) for step in steps)
+
+    def head(self, step: int, rank: int) -> CopyHead | None:
         """The head of a rank's file; None if the file is missing or not whole."""
         try:
             with self.file(step, rank).open("rb") as file:
-                head = msgspec.json.decode(file.read(HEAD_BYTES).rstrip(), type=StateHead)
+                head = msgspec.json.decode(file.read(HEAD_BYTES).rstrip(), type=CopyHead)
                 size = os.fstat(file.fileno()).st_size
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
         return head if (head.step, HEAD_BYTES + head.num_bytes) == (step, size) else None
 
-    def content(self, step: int, rank: int) -> np.ndarray:
-        """The bytes of a rank's copy, uint8 [num_bytes]. Raises `OSError`."""
-        return np.fromfile(self.file(step, rank), np.uint8, offset=HEAD_BYTES)
+    def read(self, step: int, rank: int, content: np.ndarray) -> Iterator[int]:
+        """Read the bytes of a rank's copy into an array, uint8 [num_bytes]; yields the size of each piece. Raises `OSError`."""
+        view = content.data
+        with self.file(step, rank).open("rb", buffering=0) as file:
+            file.seek(HEAD_BYTES)
+            at = 0
+            while at < len(view):
+                if not (size := file.readinto(view[at : at + _PIECE_BYTES])):
+                    raise OSError(errno.EIO, "the file has become shorter")
+                at += size
+                yield size
 
     def newest(self, after: int, most: int, num_ranks: int) -> tuple[int | None, list[str]]:
         """The newest step after `after` and up to `most` with a whole copy of each rank; and what is wrong with newer ones.

@@ -12,14 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from ..comm.disk import AppendFile, make_folders, when_writable
+from ...comm.disk import AppendFile, make_folders, when_writable
 
 _Event: Any = getattr(event_pb2, "Event")  # noqa: B009 - generated classes, which type checkers do not see
 _SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
 _Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
+_SummaryMetadata: Any = getattr(summary_pb2, "SummaryMetadata")  # noqa: B009
+_TensorProto: Any = getattr(tensor_pb2, "TensorProto")  # noqa: B009
+_STRING: Any = getattr(types_pb2, "DT_STRING")  # noqa: B009
 
 
 class Board:
@@ -38,6 +41,14 @@ class Board:
         """Record the scalars of a step."""
         values = [_Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._append(_Event(wall_time=time.time(), step=step, summary=_Summary(value=values)))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Record a text of a step, which TensorBoard shows as it is: as a block of code its Markdown does nothing."""
+        block = "\n".join(f"    {line}" for line in text.splitlines())
+        tensor = _TensorProto(dtype=_STRING, string_val=[block.encode(errors="replace")])
+        kind = _SummaryMetadata(plugin_data=_SummaryMetadata.PluginData(plugin_name="text"))
+        value = _Summary.Value(tag=name, metadata=kind, tensor=tensor)
+        self._append(_Event(wall_time=time.time(), step=step, summary=_Summary(value=[value])))
 
     def close(self) -> None:
         self._file.close()

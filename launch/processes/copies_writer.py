@@ -13,20 +13,20 @@ from ...comm.environment import SEGMENT_FD
 from ...comm.errors import HeadraceError
 from ...comm.shared_memory import Segment
 from ...relay.checkpoints import CheckpointFolder
-from ...relay.weights.saved_states import SavedStates, StateHead
+from ...relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
 from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..config.run_folder import start_in
 from ..placement import Placement
 from .child import print_message
 
 
-class LeftCopies:
+class CopiesWriter:
     """The copies in the memory of an actor rank's supervisor, once its trainer has ended."""
 
     def __init__(self, run_dir: Path, placement: Placement, num_ranks: int, start: str) -> None:
         """`num_ranks`: all actor ranks; `start`: of `start_in`, when the run began."""
         self._run_dir = run_dir
-        self._saved = SavedStates(run_dir)
+        self._on_disk = CopiesOnDisk(run_dir)
         self._placement = placement
         self._num_ranks = num_ranks
         self._start = start
@@ -57,30 +57,35 @@ class LeftCopies:
                 if not number and self._placement.index == 0:
                     print_message(
                         f"the actors write their copies of the training state after step {left.stored.version} to"
-                        f" {self._saved.path(left.stored.version)} ({left.slots.segment.slot_bytes / 1e9:.1f} GB each);"
+                        f" {self._on_disk.path(left.stored.version)} ({left.slots.segment.slot_bytes / 1e9:.1f} GB each);"
                         " run.resume=auto continues from there"
                     )
                 try:
                     self._write(left)
                 except (OSError, HeadraceError) as error:
                     print_message(
-                        f"{self._placement.name}: a copy of the training state cannot be written to {self._saved.root}: {error};"
+                        f"{self._placement.name}: a copy of the training state cannot be written to {self._on_disk.root}: {error};"
                         " without it run.resume=auto continues from an older one or from the newest checkpoint"
                     )
 
     def _write(self, left: "_Left") -> None:
         stored = left.stored
         rank = self._placement.index if left.is_own else stored.incarnation
-        if start_in(self._run_dir) == self._start and (left.is_own or self._is_lacking(stored.version, rank)):
+        if self._is_same_start() and (left.is_own or self._is_lacking(stored.version, rank)):
             segment = left.slots.segment
-            head = StateHead(
+            head = CopyHead(
                 stored.version, stored.digest, left.slots.fingerprint, segment.slot_bytes, self._num_ranks, self._start
             )
-            self._saved.write(rank, head, segment.slot(stored.slot), by=self._placement.name)
+            # The folder may have been prepared for another start meanwhile, which has trained these steps again.
+            content = segment.slot(stored.slot)
+            self._on_disk.write(rank, head, content, by=self._placement.name, is_wanted=self._is_same_start)
+
+    def _is_same_start(self) -> bool:
+        return start_in(self._run_dir) == self._start
 
     def _is_lacking(self, step: int, rank: int) -> bool:
         """Whether the supervisor of a rank has not written its copy itself in this start of the run."""
-        head = self._saved.head(step, rank)
+        head = self._on_disk.head(step, rank)
         return head is None or head.start != self._start
 
     def _newest_checkpoint(self, *, is_whole: bool) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.comm.clock import Clock
-from headrace.trainer.metrics_log import MetricsLog, TimeLeft, Value, console_line, unbeaten_line
+from headrace.trainer.record.metrics_log import MetricsLog, TimeLeft, Value, console_line, unbeaten_line
 
 METRICS: dict[str, Value] = {
     "reward/mean": 0.5, "response_length/mean": 7.0, "actor/entropy": 0.3, "actor/grad_norm": 1.0,

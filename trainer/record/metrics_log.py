@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..comm.clock import Clock, estimate
-from ..comm.disk import AppendFile
+from ...comm.clock import Clock, estimate
+from ...comm.disk import AppendFile
 from .board import Board
 
 Value = float | int | Mapping[str, int]
@@ -46,6 +46,10 @@ class MetricsLog:
     def write_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Show an evaluation at its version, which is some steps before the one whose line has it."""
         self._board.write(int(metrics["eval/version"]), metrics)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Show a text of a step in TensorBoard."""
+        self._board.write_text(step, name, text)
 
     def close(self) -> None:
         self._file.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.power_cut import PowerCuts
 
-from headrace.relay.weights.saved_states import SavedStates, StateHead
+from headrace.relay.weights.copies_on_disk import HEAD_BYTES, CopiesOnDisk, CopyHead
 
 CONTENT = np.arange(10_000, dtype=np.uint8)
 
@@ -18,22 +18,28 @@ class Usage(NamedTuple):
     free: int
 
 
-def write(saved: SavedStates, step: int, *ranks: int, num_ranks: int = 2, start: str = "1") -> None:
+def content_of(saved: CopiesOnDisk, step: int, rank: int) -> np.ndarray:
+    content = np.empty_like(CONTENT)
+    assert sum(saved.read(step, rank, content)) == CONTENT.nbytes
+    return content
+
+
+def write(saved: CopiesOnDisk, step: int, *ranks: int, num_ranks: int = 2, start: str = "1") -> None:
     for rank in ranks:
-        saved.write(rank, StateHead(step, f"{step:032x}", 11, CONTENT.nbytes, num_ranks, start), CONTENT)
+        saved.write(rank, CopyHead(step, f"{step:032x}", 11, CONTENT.nbytes, num_ranks, start), CONTENT)
 
 
 def test_a_copy_is_read_as_it_was_written(tmp_path: Path):
-    saved = SavedStates(tmp_path)
+    saved = CopiesOnDisk(tmp_path)
     write(saved, 7, 1)
-    assert saved.head(7, 1) == StateHead(7, f"{7:032x}", 11, CONTENT.nbytes, 2, "1")
-    assert np.array_equal(saved.content(7, 1), CONTENT)
+    assert saved.head(7, 1) == CopyHead(7, f"{7:032x}", 11, CONTENT.nbytes, 2, "1")
+    assert np.array_equal(content_of(saved, 7, 1), CONTENT)
     assert saved.head(7, 0) is None
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 4096, 5000])
 def test_a_part_of_a_copy_is_none(tmp_path: Path, num_bytes: int):
-    saved = SavedStates(tmp_path)
+    saved = CopiesOnDisk(tmp_path)
     write(saved, 7, 0)
     saved.file(7, 0).write_bytes(saved.file(7, 0).read_bytes()[:num_bytes])
     assert saved.head(7, 0) is None
@@ -43,25 +49,53 @@ def test_a_part_of_a_copy_is_none(tmp_path: Path, num_bytes: int):
 def test_a_power_cut_leaves_the_whole_copy_or_none(tmp_path: Path):
     (tmp_path / "run").mkdir()
     with PowerCuts(tmp_path / "run", tmp_path / "cuts") as cuts:
-        write(SavedStates(tmp_path / "run"), 7, 0)
+        write(CopiesOnDisk(tmp_path / "run"), 7, 0)
     found: list[bool] = []
-    for left in map(SavedStates, cuts.left):
+    for left in map(CopiesOnDisk, cuts.left):
         head = left.head(7, 0)
         assert left.file(7, 0).exists() == (head is not None)
-        assert head is None or np.array_equal(left.content(7, 0), CONTENT)
+        assert head is None or np.array_equal(content_of(left, 7, 0), CONTENT)
         found.append(head is not None)
     assert found[-1] and not all(found) and not cuts.lost_names()
 
 
-def test_a_copy_for_which_the_disk_has_no_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(CONTENT.nbytes - 1))
+def test_copies_are_begun_where_there_is_room_for_those_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved, room = CopiesOnDisk(tmp_path), 2 * (HEAD_BYTES + CONTENT.nbytes)
+
+    def leave(num_bytes: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(num_bytes))
+
+    leave(room - 1)
     with pytest.raises(OSError, match="No space") as raised:
-        write(SavedStates(tmp_path), 7, 0)
+        write(saved, 7, 0)
     assert raised.value.errno == errno.ENOSPC and not [*tmp_path.iterdir()]
+    leave(room)
+    write(saved, 7, 0)
+    leave(room // 2)
+    write(saved, 7, 1)
+
+
+def test_an_older_copy_is_not_begun_where_another_rank_needs_the_room_for_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    saved, size = CopiesOnDisk(tmp_path), HEAD_BYTES + CONTENT.nbytes
+    write(saved, 7, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(3 * size - 1))
+    with pytest.raises(OSError, match="No space"):
+        write(saved, 5, 0)
+    write(saved, 7, 1)
+    write(saved, 5, 0)
+
+
+def test_a_copy_that_is_not_wanted_any_more_gets_no_name(tmp_path: Path):
+    saved = CopiesOnDisk(tmp_path)
+    head = CopyHead(7, f"{7:032x}", 11, CONTENT.nbytes, 2, "1")
+    saved.write(0, head, CONTENT, is_wanted=lambda: False)
+    assert saved.head(7, 0) is None and not [*saved.path(7).iterdir()]
 
 
 def test_the_newest_step_counts_of_which_all_ranks_have_a_copy_of_one_start(tmp_path: Path):
-    saved = SavedStates(tmp_path)
+    saved = CopiesOnDisk(tmp_path)
     for step, ranks in ((4, (0, 1)), (6, (0, 1)), (8, (0,)), (9, (0,)), (12, (0, 1))):
         write(saved, step, *ranks)
     write(saved, 9, 1, start="2")
@@ -73,7 +107,7 @@ def test_the_newest_step_counts_of_which_all_ranks_have_a_copy_of_one_start(tmp_
 
 
 def test_the_folder_goes_with_its_last_step(tmp_path: Path):
-    saved = SavedStates(tmp_path)
+    saved = CopiesOnDisk(tmp_path)
     write(saved, 4, 0)
     write(saved, 6, 0)
     saved.remove(range(6))

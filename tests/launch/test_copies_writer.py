@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from headrace.comm.memfd import create_memory
 from headrace.comm.shared_memory import Segment
 from headrace.launch.config.run_folder import start_in
 from headrace.launch.placement import Placement
-from headrace.launch.processes.left_copies import LeftCopies
-from headrace.relay.checkpoints import CheckpointFolder
-from headrace.relay.weights.saved_states import SavedStates, StateHead
+from headrace.launch.processes.copies_writer import CopiesWriter
+from headrace.relay.checkpoints import CheckpointFolder, write_durably
+from headrace.relay.weights import copies_on_disk
+from headrace.relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
 from headrace.relay.weights.slots import VersionSlots
 
 NUM_BYTES = 5000
@@ -48,9 +50,15 @@ def memory_with_copies(incarnation: int) -> int:
     return fd
 
 
-def copies_of(run_dir: Path, start: str | None = None, rank: int = 1) -> LeftCopies:
+def copies_of(run_dir: Path, start: str | None = None, rank: int = 1) -> CopiesWriter:
     placement = Placement("actor", rank, host=0, slot=0)
-    return LeftCopies(run_dir, placement, 2, start_in(run_dir) if start is None else start)
+    return CopiesWriter(run_dir, placement, 2, start_in(run_dir) if start is None else start)
+
+
+def content_of(saved: CopiesOnDisk, step: int, rank: int) -> bytes:
+    content = np.empty(NUM_BYTES, np.uint8)
+    assert sum(saved.read(step, rank, content)) == NUM_BYTES
+    return content.tobytes()
 
 
 def checkpoint(run_dir: Path, step: int, *, is_in_journal: bool) -> None:
@@ -63,11 +71,11 @@ def checkpoint(run_dir: Path, step: int, *, is_in_journal: bool) -> None:
 
 def test_both_copies_are_written_as_they_are_in_memory(run_dir: Path, memory: int):
     copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
-    saved = SavedStates(run_dir)
+    saved = CopiesOnDisk(run_dir)
     assert saved.steps() == [3, 6]
     for step in (3, 6):
-        assert saved.head(step, 1) == StateHead(step, f"{step:032x}", 11, NUM_BYTES, 2, start_in(run_dir))
-        assert np.array_equal(saved.content(step, 1), np.full(NUM_BYTES, step, np.uint8))
+        assert saved.head(step, 1) == CopyHead(step, f"{step:032x}", 11, NUM_BYTES, 2, start_in(run_dir))
+        assert content_of(saved, step, 1) == bytes([step]) * NUM_BYTES
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_a_checkpoint_makes_copies_superfluous_once_a_resumed_run_can_use_it(
 ):
     checkpoint(run_dir, 3, is_in_journal=is_in_journal)
     copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=has_ended)
-    assert SavedStates(run_dir).steps() == left
+    assert CopiesOnDisk(run_dir).steps() == left
 
 
 def test_a_run_that_ended_in_order_leaves_no_copies(run_dir: Path, memory: int, capsys: pytest.CaptureFixture[str]):
@@ -93,6 +101,18 @@ def test_nothing_is_written_once_the_folder_has_another_start_or_where_it_is_not
 ):
     copies_of(run_dir, start).write({SEGMENT_FD: memory}, has_ended=False)
     assert not (run_dir / "memory").exists()
+
+
+def test_a_copy_that_is_written_while_another_start_begins_gets_no_name(
+    run_dir: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+):
+    def write_slowly(*args: Any) -> None:
+        write_durably(*args)
+        os.utime(run_dir / "config.yaml", (1, 1))  # as the next start does
+
+    monkeypatch.setattr(copies_on_disk, "write_durably", write_slowly)
+    copies_of(run_dir).write({SEGMENT_FD: memory}, has_ended=False)
+    assert not [*run_dir.glob("memory/step_*/*")]
 
 
 def test_the_memory_of_a_trainer_that_made_no_copy_leaves_nothing(run_dir: Path):
@@ -116,11 +136,11 @@ def test_one_rank_says_what_is_written_and_each_what_is_not(
 
 def test_the_copies_of_a_rank_of_another_host_are_written_unless_its_own_supervisor_has(run_dir: Path, memory: int):
     second = memory_with_copies(incarnation=0)  # of rank 0
-    saved = SavedStates(run_dir)
-    own = StateHead(6, f"{6:032x}", 11, 1, 2, start_in(run_dir))
+    saved = CopiesOnDisk(run_dir)
+    own = CopyHead(6, f"{6:032x}", 11, 1, 2, start_in(run_dir))
     saved.write(0, own, np.zeros(1, np.uint8))
     copies_of(run_dir).write({SEGMENT_FD: memory, SECOND_FD: second}, has_ended=False)
     os.close(second)
     assert saved.newest(0, 9, 2) == (6, []) and saved.newest(0, 5, 2) == (3, [])
     assert saved.head(6, 0) == own
-    assert np.array_equal(saved.content(3, 0), np.full(NUM_BYTES, 3, np.uint8))
+    assert content_of(saved, 3, 0) == bytes([3]) * NUM_BYTES

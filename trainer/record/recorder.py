@@ -1,0 +1,131 @@
+"""Rank 0's record of a run: a line of metrics and the samples of each step, and the facts for the summary."""
+
+import resource
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...comm.clock import Clock
+from ...comm.disk import say
+from ...comm.mailbox import Mailbox
+from ...comm.messages import LearningAlarm, TrainingDone
+from ...comm.recipe import Recipe
+from ...comm.waits import waited_seconds
+from ..alarms.balance import Balance, layout_of
+from ..alarms.collapse import CollapseWatch
+from ..alarms.cut_responses import CutResponses
+from ..checkpoint import CheckpointWriter
+from ..step_metrics import StepMetrics
+from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
+from .samples_log import SamplesLog
+
+
+class RunRecorder:
+    """Rank 0's record of the run: metrics, and the facts for the summary."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        mailbox: Mailbox,
+        checkpoints: CheckpointWriter,
+        clock: Clock,
+        *,
+        first_step: int,
+        tokenizer: Any = None,
+    ) -> None:
+        """first_step: the run continues with it. tokenizer: that of the policy; without one no samples are recorded."""
+        run_dir = Path(recipe.run.dir)
+        self.mailbox = mailbox
+        self.log = MetricsLog(run_dir, first_step, clock, recipe.comm.deadline_s)
+        self.num_steps = recipe.run.steps
+        self.cuts = CutResponses(recipe.sampling.max_new_tokens)
+        self.collapse = CollapseWatch(recipe)
+        self.has_collapsed = False
+        """Whether an alarm of this process ends the run."""
+        self.checkpoints = checkpoints
+        self.time_left = TimeLeft(self.num_steps)
+        self.balance = Balance(layout_of(recipe))
+        self.next_step = 0
+        """The first step that has no line in the log."""
+        self.rewards: list[float] = []
+        self.num_tokens = 0
+        self.evaluated = -1
+        """The newest version whose evaluation is in the log."""
+        self.best = recipe.checkpoint.best
+        self.scores: dict[int, float] = {}
+        """The values of `checkpoint.best` by version, if it is a metric of evaluations."""
+        for line in self.log.lines():
+            self.next_step = line["step"] + 1
+            self.collapse.step(line["step"], line)
+            self.rewards.append(line["reward/mean"])
+            self.num_tokens += round(line["perf/throughput"] * line["timing_s/step"])
+            if "eval/version" in line:
+                checkpoints.score(line)
+                self.note_score(line)
+                self.evaluated = max(self.evaluated, int(line["eval/version"]))
+        self.samples = SamplesLog(recipe, self.next_step, self.log, tokenizer)
+
+    def step(self, step: int, step_s: float, wait_s: float, stats: StepMetrics, metrics: dict[str, Value]) -> None:
+        tokens = sum(row.num_tokens for row in stats.rows)
+        metrics |= {
+            "timing_s/step": step_s,
+            "timing_s/wait_data": wait_s,
+            "idle/actor": wait_s / step_s,
+            "perf/throughput": tokens / step_s,
+            "perf/max_memory_allocated_gb": _peak_memory_gb(),
+            **{f"wait/{whom}": seconds for whom, seconds in waited_seconds().items()},
+        }
+        self.rewards.append(stats.mean_reward)
+        self.num_tokens += tokens
+        metrics |= self.collapse.step(step, metrics)
+        self.samples.write(step, stats.shown)  # first, so that no step of the metrics lacks its samples
+        self.log.write(step, metrics)
+        say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
+        self.samples.show(step)
+        for text in self.collapse.told(self.checkpoints.newest):
+            say(f"alarm: {text}")
+            self.mailbox.send("hub", LearningAlarm(text, self.collapse.ends_run))
+            self.has_collapsed = self.collapse.ends_run
+        if warning := self.cuts.warning(stats.cut_share):
+            say(warning)
+        rollout_idle = metrics.get("idle/rollout")
+        if advice := self.balance.step(step_s, wait_s, rollout_idle if isinstance(rollout_idle, float) else None):
+            say(advice)
+
+    def evaluation(self, metrics: dict[str, float]) -> None:
+        """Show an evaluation that is complete; the line of the step in progress has it too."""
+        self.log.write_evaluation(metrics)
+        say(evaluation_line(metrics))
+        self.note_score(metrics)
+
+    def note_score(self, evaluation: Mapping[str, float]) -> None:
+        """Note the value of `checkpoint.best` in an evaluation."""
+        if self.best in evaluation:
+            self.scores[int(evaluation["eval/version"])] = evaluation[self.best]
+
+    def finish(self, export: str, saved: Collection[int]) -> None:
+        """Send the hub the facts for the summary; `saved` are the versions that the run leaves."""
+        elapsed_s = self.log.elapsed_s
+        num = len(self.rewards)
+        facts: dict[str, float | int | str] = {"export": export, "time_s": round(elapsed_s, 2)}
+        facts["tokens_per_s"] = round(self.num_tokens / max(elapsed_s, 1e-9), 1)
+        if tenth := min(max(3, num // 10), num):
+            facts["reward_first"] = round(sum(self.rewards[:tenth]) / tenth, 4)
+            facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
+        if advice := self.balance.advice():
+            facts["advice"] = advice
+        if self.collapse.last:
+            facts["alarm"] = self.collapse.last
+        if unbeaten := unbeaten_line(self.best, self.scores, saved):
+            facts["best"] = unbeaten
+        self.log.close()
+        self.samples.close()
+        self.mailbox.send("hub", TrainingDone(facts))
+
+
+def _peak_memory_gb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

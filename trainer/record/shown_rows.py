@@ -1,0 +1,133 @@
+"""The rows of a step that are recorded as samples: whole groups, with what the learner computed for their tokens."""
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from ...comm.messages import TrainBatch
+from ...comm.messages.queue import RowRef
+from ..batch import Trajectory, TrajectoryBatch
+
+if TYPE_CHECKING:
+    from ...relay.queue.batch import Batch
+    from ..actor_group import ActorGroup
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A trained row of P prompt tokens and R response tokens. Lists have one entry for each token of the response.
+
+    `place` is that of its group in the step. What only the learner knows is None where it does not say.
+    """
+
+    place: int
+    row: RowRef
+    prompt_ids: list[int]
+    response_ids: list[int]
+    from_policy: list[int]
+    """1 for a token that the policy drew, 0 for one that an environment inserted."""
+    versions: list[int]
+    logprobs: list[float]
+    """By the generator."""
+    is_cut: bool
+    info: bytes
+    """JSON: what the reward functions noted (`LeasedRow.info`)."""
+    trained: list[int] | None = None
+    """1 for a token with a loss."""
+    advantages: list[float] | None = None
+    trainer_logprobs: list[float] | None = None
+    """By the policy in training, when it was first trained on the row in this step."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of this rank until the step is complete. The arrays are those of training, not copies."""
+
+    place: int
+    row: RowRef
+    columns: dict[str, np.ndarray]
+    trajectory: Trajectory | None = None
+    logprobs: Tensor | None = None
+
+    def sample(self) -> Sample:
+        """The row with its numbers in lists."""
+        columns = self.columns
+        ids = columns["response_ids"]
+        versions = columns.get("versions", np.full(len(ids), self.row.version))
+        info = columns.get("reward_info")
+        trained = self.trajectory
+        return Sample(
+            place=self.place,
+            row=self.row,
+            prompt_ids=columns["prompt_ids"].tolist(),
+            response_ids=ids.tolist(),
+            from_policy=columns["loss_mask"].tolist(),
+            versions=versions.tolist(),
+            logprobs=columns["rollout_logprobs"].tolist(),
+            is_cut=bool(columns["truncated"][0]),
+            info=b"{}" if info is None else info.tobytes(),
+            trained=None if trained is None else trained.loss_mask.tolist(),
+            advantages=None if trained is None or trained.advantages is None else trained.advantages.tolist(),
+            trainer_logprobs=None if self.logprobs is None else self.logprobs.float().cpu().tolist(),
+        )
+
+
+class ShownRows:
+    """Collects the rows of `num_groups` groups of a step. Which groups these are is drawn by the step's number alone.
+
+    So all ranks choose alike, as does a trainer that trains the step again. The first groups of a step would be the wrong choice: these
+    are the ones with short responses.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._rows: dict[str, _Row] = {}
+        self._of_trajectory: dict[int, _Row] = {}
+        """By the object's identity: `_rows` keep the objects alive."""
+        self._everywhere: list[Sample] | None = None
+
+    def add(self, batch: "Batch") -> None:
+        """Take this rank's rows of the chosen groups from a batch of the step."""
+        taken = batch.row_batch
+        if not self._num_groups or not isinstance(taken, TrainBatch):
+            return
+        chosen = random.Random(taken.step).sample(range(taken.total), min(self._num_groups, taken.total))
+        places = {group.group: place for place, group in enumerate(taken.groups, taken.first) if place in chosen}
+        for row in batch.rows:
+            if (place := places.get(row.row.group)) is not None:
+                self._rows[row.key] = _Row(place, row, batch.columns[row.key])
+
+    def add_trajectories(self, batch: TrajectoryBatch) -> None:
+        """Note the trajectories of a batch that was added, whose advantages may come later."""
+        for key, trajectory in batch.by_key.items():
+            if (row := self._rows.get(key)) is not None:
+                row.trajectory = trajectory
+                self._of_trajectory[id(trajectory)] = row
+
+    def add_logprobs(self, trajectories: list[Trajectory], logprobs: Tensor) -> None:
+        """Note what the policy in training gives to a micro-batch's response tokens, [R] one row after the other. The first pass counts."""
+        if not self._of_trajectory.keys() & set(map(id, trajectories)):
+            return
+        parts = logprobs.split([len(trajectory.response_ids) for trajectory in trajectories])
+        for trajectory, part in zip(trajectories, parts, strict=True):
+            row = self._of_trajectory.get(id(trajectory))
+            if row is not None and row.logprobs is None:
+                row.logprobs = part
+
+    def gather(self, group: "ActorGroup") -> None:
+        """Collect the rows of all ranks, of which rank 0 records them; a collective."""
+        if not self._num_groups or group.size == 1:
+            return
+        parts = group.gather(msgspec.msgpack.encode([row.sample() for row in self._rows.values()]))
+        if group.is_lead:
+            self._everywhere = [sample for part in parts for sample in msgspec.msgpack.decode(part, type=list[Sample])]
+
+    def found(self) -> list[Sample]:
+        """The samples of all ranks after `gather`, group by group."""
+        samples = self._everywhere
+        if samples is None:
+            samples = [row.sample() for row in self._rows.values()]
+        return sorted(samples, key=lambda sample: (sample.place, sample.row.row))
