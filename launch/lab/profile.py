@@ -72,7 +72,7 @@ def profile_of(run_dir: Path, recipe: Recipe) -> LabSettings:
     return LabSettings(
         profile="measured",
         host_ms=0.0,
-        kv_gb_s=50.0,
+        kv_gb_s=None if recipe.rollout.tp > 1 else 50.0,  # ranks of a replica export no caches
         trainer_ranks=1,
         collectives_s=0.0,
         reshard_gb_s=32.0,
@@ -238,8 +238,8 @@ def _weights(timeline: Timeline, window: Window, steps: Sequence[dict[str, Any]]
     gigabytes = steps[-1]["weights/bytes"] / 1e9
     push_s = _mean_s(timeline, window, "actor-0", "publish")
     pull_s = _mean_s(timeline, window, "rollout-", "pull")
-    speeds = dict.fromkeys(("push_gb_s", "chain_gb_s", "broadcast_gb_s"), gigabytes / push_s)
-    return {"weights_gb": gigabytes, **speeds, "pull_gb_s": gigabytes / tp / pull_s}
+    speeds = dict.fromkeys(("push_gb_s", "chain_gb_s"), gigabytes / push_s)
+    return {"weights_gb": gigabytes, **speeds, "pull_gb_s": gigabytes / tp / pull_s, "broadcast_gb_s": None}
 
 
 def _mean_s(timeline: Timeline, window: Window, process: str, state: str) -> float:

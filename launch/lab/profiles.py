@@ -85,6 +85,7 @@ def program(sizes: Sizes) -> Constants:
         "push_gb_s": 12.0 * sizes.train_gpus,
         "chain_gb_s": 3.0,
         "pull_gb_s": 8.7,
+        "broadcast_gb_s": None,  # all schedules publish through the relays
     }
 
 

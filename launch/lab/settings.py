@@ -82,8 +82,8 @@ class LabSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """GB/s of a version down the chain of relays."""
     pull_gb_s: Positive
     """GB/s of each GPU of a rollout that loads its share of a version from a relay's memory."""
-    broadcast_gb_s: Positive
-    """GB/s of the broadcast from the trainer to all rollouts (all schedules but headrace)."""
+    broadcast_gb_s: Positive | None
+    """GB/s of the broadcast from the trainer to all rollouts (all schedules but headrace); null has none, so that all use the relays."""
     reshard_gb_s: Positive
     """GB/s at which colocated devices convert the trainer's weights to the generator's layout."""
 

@@ -36,7 +36,8 @@ class Schedule:
     repacks: bool = False
     """Whether long trajectories may move to another rollout."""
     broadcasts: bool = True
-    """Whether the trainer and all rollouts update together, by a broadcast; otherwise relays hold the versions."""
+    """Whether a published system of this schedule updates the trainer and all rollouts together, by a broadcast. Only the lab has
+    such devices; this program's relays hold the versions of every schedule."""
 
     @property
     def mixes_versions(self) -> bool:

@@ -10,14 +10,14 @@ BUFFER_BYTES = 1 << 16
 
 
 class EmulatedTransfer:
-    """Seconds that a version takes on each part of its way: by relays, or by a broadcast to all."""
+    """Seconds that a version takes on each part of its way: by relays, or by a broadcast to all where the devices have one."""
 
     def __init__(self, settings: LabSettings, schedule: str) -> None:
         if settings.colocated:
             self.push_s = 0.0
             self.chain_s = 0.0
             self.pull_s = settings.weights_gb / settings.reshard_gb_s
-        elif SCHEDULES[schedule].broadcasts:
+        elif SCHEDULES[schedule].broadcasts and settings.broadcast_gb_s is not None:
             broadcast_s = settings.weights_gb / settings.broadcast_gb_s
             self.push_s = broadcast_s
             self.chain_s = 0.0
