@@ -11,7 +11,7 @@ import argparse
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
@@ -34,6 +34,8 @@ from ..report.planned import (
     PREDICTION_FILE,
     WARM_UP_STEPS,
     Prediction,
+    job_digest,
+    measured_steps,
     plan_folder,
     settles,
     with_prediction,
@@ -64,6 +66,8 @@ class Simulation:
 
     devices: Devices
     experiment: Experiment
+    resets: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """Settings of the job that its schedule may not have, with their values in these runs."""
 
     @staticmethod
     def of(devices: Devices, home: Path) -> "Simulation":
@@ -102,7 +106,15 @@ class Simulation:
             queue=structs.replace(recipe.queue, max_staleness=None, lead="auto") if has_barrier else recipe.queue,
             rollout=structs.replace(recipe.rollout, max_age=None),
         )
-        return Simulation.of(Devices(other, self.devices.num_gpus), self.experiment.home.parent)
+        resets: dict[str, str | None] = {}
+        if other.queue.max_staleness != recipe.queue.max_staleness:
+            resets["queue.max_staleness"] = None
+        if other.queue.lead != recipe.queue.lead:
+            resets["queue.lead"] = "auto"
+        if other.rollout.max_age != recipe.rollout.max_age:
+            resets["rollout.max_age"] = None
+        simulation = Simulation.of(Devices(other, self.devices.num_gpus), self.experiment.home.parent)
+        return replace(simulation, resets=resets)
 
     def schedules(self, knobs: Knobs) -> "dict[ScheduleName, Figures]":
         """The figures of each schedule with the same knobs."""
@@ -177,15 +189,18 @@ def plan(arguments: argparse.Namespace) -> None:
             raise SettingError("--from: the recipe and the run must both emulate their devices, or neither")
         simulation = Simulation.of(Devices.of(own), home)
         predicted = simulation.figures(simulation.devices.own)
-        print("\n".join(comparison(predicted, measured_figures(run), simulation.devices)), flush=True)
+        timeline, window = measured_part(run)
+        print("\n".join(comparison(predicted, figures_of(run, timeline, window), simulation.devices)), flush=True)
         if (summary := read_summary(run)) is not None:
-            with_prediction(run, summary, _prediction_of(predicted))
+            prediction = _prediction_of(predicted, simulation.devices.recipe.run.steps)
+            with_prediction(run, summary, prediction, (window.first, window.last))
         if not recipe.is_emulated:
             job = MeasuredJob(recipe, relay_seconds(run, measured.roles.relay or 1), measured.roles.relay or 1)
         recipe = _emulated(recipe, run, measured, steps)
     else:
         recipe = structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
     simulation = Simulation.of(Devices.of(recipe, arguments.gpus), home)
+    planned = recipe if job is None else job.recipe
     best = simulation.best(arguments.runs)
     speeds = simulation.schedules(best)
     print("\n".join(_schedule_lines(simulation.schedule, speeds)), flush=True)
@@ -193,7 +208,7 @@ def plan(arguments: argparse.Namespace) -> None:
     if speeds[fastest].tokens_per_s > SCHEDULE_WORTH * speeds[simulation.schedule].tokens_per_s:
         simulation = simulation.with_schedule(fastest)
         best = simulation.best(arguments.runs)
-    print("\n".join(proposal(simulation, best, job, home)))
+    print("\n".join(proposal(simulation, best, job, home, planned)))
 
 
 def _recipe_of(run: Path) -> Recipe:
@@ -211,12 +226,6 @@ def _emulated(recipe: Recipe, run: Path, measured: Recipe, steps: int) -> Recipe
     else:
         recipe = emulated_recipe(recipe, profile_of(run, measured))
     return structs.replace(recipe, run=structs.replace(recipe.run, steps=steps))
-
-
-def measured_figures(run: Path) -> Figures:
-    """The figures of a finished run."""
-    timeline, window = measured_part(run)
-    return figures_of(run, timeline, window)
 
 
 def comparison(predicted: Figures, measured: Figures, devices: Devices) -> Iterator[str]:
@@ -238,14 +247,23 @@ def _schedule_lines(own: ScheduleName, speeds: Mapping[ScheduleName, Figures]) -
     yield ""
 
 
-def _prediction_of(figures: Figures, settings: Mapping[str, object] | None = None) -> Prediction:
-    return Prediction(dict(settings or {}), figures.tokens_per_s, figures.step_s, figures.mean_staleness)
+def _prediction_of(
+    figures: Figures, num_steps: int, settings: Mapping[str, object] | None = None, job: str = ""
+) -> Prediction:
+    values = (figures.tokens_per_s, figures.step_s, figures.mean_staleness)
+    return Prediction(dict(settings or {}), *values, measured_steps(num_steps), job)
 
 
-def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None, home: Path | None = None) -> Iterator[str]:
+def proposal(
+    simulation: Simulation,
+    best: Knobs,
+    job: MeasuredJob | None,
+    home: Path | None = None,
+    planned: Recipe | None = None,
+) -> Iterator[str]:
     """The proposed settings, and their figures beside those of the present split, where that is one of these devices.
 
-    Under `home` it keeps the prediction for a run with these settings.
+    Under `home` it keeps the prediction for a run of the recipe `planned` with these settings.
     """
     devices = simulation.devices
     e = lab_of(devices.recipe.lab)
@@ -285,11 +303,14 @@ def proposal(simulation: Simulation, best: Knobs, job: MeasuredJob | None, home:
         "roles.rollout": best.rollouts * (1 if job is None else e.gpus_per_rollout),
         "generator.max_running": best.max_running,
         "optimizer.micro_tokens": micro,
+        **simulation.resets,
     }
-    yield "settings: " + " ".join(f"{key}={value}" for key, value in found_settings.items())
-    if home is not None:
+    words = {key: "null" if value is None else value for key, value in found_settings.items()}
+    yield "settings: " + " ".join(f"{key}={value}" for key, value in words.items())
+    if home is not None and planned is not None:
         kept = {key: value for key, value in found_settings.items() if key not in ("roles.relay", "lab.train_gpus")}
-        (home / PREDICTION_FILE).write_bytes(msgspec.json.encode(_prediction_of(found, kept)))
+        prediction = _prediction_of(found, devices.recipe.run.steps, kept, job_digest(planned, kept))
+        (home / PREDICTION_FILE).write_bytes(msgspec.json.encode(prediction))
 
 
 def most_micro_tokens(recipe: Recipe) -> int | None:

@@ -140,6 +140,16 @@ def test_staleness_is_bounded_at_four_beside_the_default():
     assert bounded.settings == free.settings | {"queue.max_staleness": 4}
 
 
+def test_bounded_staleness_has_its_own_tuned_knobs(tmp_path: Path):
+    recipe = str(tmp_path / "devices.yaml")
+    (tmp_path / "devices.yaml").write_text("rollout: {engine: emulated}\ntrainer: {engine: emulated}\n")
+    found: list[list[Knobs]] = []
+    for name, knobs in (("headrace", Knobs(7)), ("headrace-4", Knobs(6, max_running=96))):
+        save_tuned(recipe, "program", key_of(64, 0), name, knobs)
+        found.append([variant.knobs for variant in variants(recipe, ["headrace", "headrace-4"], 64, 4)])
+    assert found == [[Knobs(7), Knobs(7)], [Knobs(7), Knobs(6, max_running=96)]]
+
+
 def test_of_several_seeds_the_table_shows_the_median_and_the_spread():
     chosen = middle([result(1400, kv_util=0.9), result(1000), result(1100, kv_util=0.7)])
     assert (chosen.more.kv_util, chosen.speeds) == (0.7, (1000, 1100, 1400))

@@ -1,5 +1,6 @@
 """The prediction of a plan stands beside what the run measured, in its summary and in the table at its end."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from headrace.launch.config.run_folder import read_summary
 from headrace.launch.report.planned import (
     PREDICTION_FILE,
     Prediction,
+    job_digest,
     measured_steps,
     plan_folder,
     planned_text,
@@ -20,14 +22,16 @@ from headrace.launch.report.planned import (
 )
 
 SETTINGS = {"run.schedule": "headrace", "roles.rollout": 3, "generator.max_running": 64}
-PREDICTION = Prediction(SETTINGS, tokens_per_s=900.0, step_s=2.5, staleness=1.5)
+WORDS = {"roles.rollout": 3, "generator.max_running": 64}
+JOB = job_digest(read_recipe(None, [f"{key}={value}" for key, value in WORDS.items()]), SETTINGS)
+PREDICTION = Prediction(SETTINGS, tokens_per_s=900.0, step_s=2.5, staleness=1.5, steps=(10, 20), job=JOB)
 
 
 def finished_run(folder: Path, **settings: object) -> Path:
     """A run of 12 steps: the first 5 and the last 2 are slower than the others."""
     run = folder / "run"
     run.mkdir()
-    words = {"run.dir": run, "roles.rollout": 3, "generator.max_running": 64} | settings
+    words = {"run.dir": run} | WORDS | settings
     save_recipe(read_recipe(None, [f"{key}={value}" for key, value in words.items()]))
     steps = [
         {"perf/throughput": 1000.0 if inside else 100.0, "timing_s/step": 2.0, "staleness/mean": 1.0 if inside else 9.0}
@@ -49,14 +53,40 @@ def test_a_run_with_the_planned_settings_has_the_prediction_beside_its_measured_
     summary = with_prediction(run, {"status": "finished"})
     expected = {
         "steps": [5, 10],
+        "predicted_steps": [10, 20],
         "predicted": {"tokens_per_s": 900.0, "step_s": 2.5, "staleness": 1.5},
         "measured": {"tokens_per_s": 1000.0, "step_s": 2.0, "staleness": 1.0},
     }
     assert summary == {"status": "finished", "planned": expected} == read_summary(run)
-    assert planned_text(summary) == "900 tokens/s predicted, 1,000 measured in steps 6 to 10 (0.90 times)"
+    assert planned_text(summary) == (
+        "900 tokens/s predicted from steps 11 to 20 of a simulated run, 1,000 measured in steps 6 to 10 (0.90 times)"
+    )
 
 
-@pytest.mark.parametrize("settings", [{"roles.rollout": 4}, {"run.schedule": "partial"}, {"generator.max_running": 32}])
+def test_the_measured_part_is_the_one_that_the_plan_has_measured(tmp_path: Path):
+    run = finished_run(tmp_path)
+    planned = with_prediction(run, {}, PREDICTION, (7, 12))["planned"]
+    assert planned["steps"] == [7, 12] and planned["measured"]["tokens_per_s"] == pytest.approx(640.0)
+
+
+def test_a_summary_that_cannot_be_written_is_shown_with_its_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    run = finished_run(tmp_path)
+    plan_of(run)
+    monkeypatch.setattr("headrace.launch.report.planned.write_durably", fail)
+    assert "planned" in with_prediction(run, {})
+
+
+def test_a_run_without_a_plan_reads_no_metrics(tmp_path: Path):
+    run = finished_run(tmp_path)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert with_prediction(run, {}) == {}
+
+
+@pytest.mark.parametrize("settings", [{"roles.rollout": 4}, {"run.schedule": "partial"}, {"generator.max_running": 32}, {"sampling.max_new_tokens": 77}, {"data.path": "other.jsonl"}])
 def test_a_run_with_other_settings_has_no_prediction(tmp_path: Path, settings: dict[str, Any]):
     run = finished_run(tmp_path, **settings)
     plan_of(run)

@@ -45,6 +45,8 @@ class EmulatedSequence:
     """Tokens to prefill before it runs."""
     arrives_at: float = 0.0
     """Seconds of the device's work after which its keys and values are there, if they are sent."""
+    holds_cache: bool = False
+    """Whether it waits for its place with its cache, which counts in `load`: its tool has answered."""
     entered_at: int = 0
     """Decode steps of the device when it entered."""
     stop: int = 0
@@ -105,7 +107,7 @@ class EmulatedDevice:
                     self.seconds = min(self._answers[0][0], self.seconds + IDLE_S)
                 break
             room = (self.settings.kv_tokens - self.load) // len(self.running)
-            if room <= 0 and self._drop_paused():
+            if room <= 0 and self._drop_cache():
                 continue
             if room == 0 and len(self.running) > 1:
                 self._preempt()
@@ -147,7 +149,7 @@ class EmulatedDevice:
                 sequence.num_missing = sequence.num_tokens
                 sequence.arrives_at = 0.0
                 self.num_recomputed += sequence.num_missing
-        while self._drop_paused():
+        while self._drop_cache():
             pass
         prompts: set[int] = set()
         running = [self._leave(number) for number in list(self.running)]
@@ -167,6 +169,7 @@ class EmulatedDevice:
         for sequence in self.waiting:
             if sequence.trajectory_id == trajectory_id:
                 self.waiting.remove(sequence)
+                self._release(sequence)
                 return sequence
         return None
 
@@ -179,11 +182,13 @@ class EmulatedDevice:
                     break  # its keys and values arrive beside the decoding of the others
                 self.seconds = sequence.arrives_at
             margin = MARGIN_TOKENS * (len(self.running) + 1)
-            if self.running and self.load + sequence.num_tokens + margin > self.settings.kv_tokens:
-                if self._drop_paused():
+            added = 0 if sequence.holds_cache else sequence.num_tokens
+            if self.running and self.load + added + margin > self.settings.kv_tokens:
+                if self._drop_cache(besides=sequence):
                     continue
                 break
             self.waiting.popleft()
+            self._release(sequence)
             self.running[sequence.trajectory_id] = sequence
             sequence.entered_at = self._num_steps
             sequence.stop = self._stop_of(sequence)
@@ -228,20 +233,26 @@ class EmulatedDevice:
         """Queue the trajectories whose tools have answered."""
         while self._answers and self._answers[0][0] <= self.seconds:
             sequence = self.paused.pop(heapq.heappop(self._answers)[1])
-            if not sequence.num_missing:
-                self.load -= sequence.num_tokens
-                sequence.arrives_at = self.seconds  # its cache is here already
+            sequence.holds_cache = not sequence.num_missing
             self.waiting.append(sequence)
 
-    def _drop_paused(self) -> bool:
-        """Drop the cache of the newest trajectory that waits for a tool; False if none has one."""
-        for sequence in reversed(self.paused.values()):
+    def _drop_cache(self, besides: EmulatedSequence | None = None) -> bool:
+        """Drop the cache of the newest trajectory that waits for a tool, or else for its place after one; False if none has one."""
+        answered = (sequence for sequence in reversed(self.waiting) if sequence.holds_cache and sequence is not besides)
+        for sequence in (*reversed(self.paused.values()), *answered):
             if not sequence.num_missing:
                 sequence.num_missing = sequence.num_tokens
+                sequence.holds_cache = False
                 self.num_recomputed += sequence.num_missing
                 self.load -= sequence.num_tokens
                 return True
         return False
+
+    def _release(self, sequence: EmulatedSequence) -> None:
+        """Take the tokens of a trajectory that leaves the queue with its cache out of `load`."""
+        if sequence.holds_cache:
+            self.load -= sequence.num_tokens
+            sequence.holds_cache = False
 
     def _leave(self, trajectory_id: int) -> EmulatedSequence:
         """Take a trajectory out of the batch."""

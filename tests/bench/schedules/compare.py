@@ -229,9 +229,8 @@ def variants(
             yield Variant(name, num_repack, Knobs(REPACK_ROLLOUTS), per_rollout)
             continue
         is_colocated = name == "sync-colocated"
-        knobs = tuned.get(
-            "headrace" if name == BOUNDED else name, Knobs(num_gpus // (1 if is_colocated else 2) // per_rollout)
-        )
+        others = {BOUNDED: tuned.get("headrace")}
+        knobs = tuned.get(name) or others.get(name) or Knobs(num_gpus // (1 if is_colocated else 2) // per_rollout)
         knobs = knobs.without([word for word in overrides if not (is_colocated and word.startswith("roles.rollout="))])
         variant = Variant(name, num_gpus, knobs, per_rollout, groups)
         if knobs.rollouts < 1 or variant.train_gpus < 1:

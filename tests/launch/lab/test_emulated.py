@@ -17,6 +17,7 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length, tool_seconds
 from headrace.launch.lab.emulated.transfer import EmulatedTransfer
 from headrace.launch.lab.settings import lab_of
+from headrace.relay.queue.schedules import SCHEDULES
 
 SETTINGS = lab_of({"profile": "papers"})
 LONGEST = 16384
@@ -147,6 +148,37 @@ def test_others_decode_while_a_trajectory_waits_for_its_tool_even_in_its_place_i
     finish_all(device)
 
 
+def answered_device() -> EmulatedDevice:
+    """A device on which trajectory 7 has its answer after 250 tokens, and 8 runs in its place."""
+    device = EmulatedDevice(structs.replace(TOOLS, tool_s=0.0, kv_tokens=1000), max_running=1)
+    device.add([EmulatedSequence(7, 100, 1000), EmulatedSequence(8, 100, 2000)])
+    device.advance(251)
+    assert (list(device.running), [sequence.trajectory_id for sequence in device.waiting]) == ([8], [7])
+    return device
+
+
+def test_a_trajectory_keeps_its_cache_until_it_has_its_place_after_the_answer():
+    device = answered_device()
+    assert device.load == 350 + 101
+    assert device.remove(8) is not None and device.load == 350
+    device.advance(1)
+    assert (list(device.running), device.load, device.num_recomputed) == ([7], 351, 0)
+
+
+def test_a_trajectory_that_is_taken_away_after_its_answer_leaves_the_cache():
+    device = answered_device()
+    assert device.remove(7) is not None and device.load == 101
+
+
+def test_new_weights_and_a_full_cache_drop_what_waits_for_its_place_after_an_answer():
+    device = answered_device()
+    device.recompute()
+    assert (device.load, device.num_recomputed) == (0, 350 + 101)
+    device = answered_device()
+    device.advance(2000)
+    assert finish_all(device) is not None and (device.load, device.num_recomputed > 0) == (0, True)
+
+
 def test_weights_that_change_make_the_caches_of_those_that_wait_for_tools_worthless():
     device = EmulatedDevice(TOOLS, 512)
     device.add([EmulatedSequence(7, 100, 1000)])
@@ -184,6 +216,15 @@ def test_where_all_update_together_the_broadcast_stalls_trainer_and_rollouts():
     by_relay, together = (EmulatedTransfer(SETTINGS, schedule) for schedule in ("headrace", "one_step"))
     assert together.push_s == together.pull_s == pytest.approx(65 / 54)
     assert by_relay.push_s == pytest.approx(0.65) and by_relay.pull_s == pytest.approx(0.65)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_of_this_program_publishes_through_relays(schedule: str):
+    program = lab_of({})
+    transfer, relays = (EmulatedTransfer(program, name) for name in (schedule, "headrace"))
+    assert vars(transfer) == vars(relays)
+    assert (transfer.chain_s, transfer.pull_s) == (pytest.approx(65 / 3), pytest.approx(65 / 4 / 8.7))
+    assert EmulatedTransfer(structs.replace(program, colocated=True), "sync").pull_s == pytest.approx(65 / 32)
 
 
 @pytest.mark.parametrize(

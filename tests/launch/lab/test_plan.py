@@ -10,6 +10,7 @@ from msgspec import structs
 from support.emulated_run import EMULATED
 
 from headrace.comm.recipe import Recipe
+from headrace.launch.config.checks.recipe import check_settings
 from headrace.launch.config.load import read_recipe, recipe_yaml, save_recipe
 from headrace.launch.lab.command import main
 from headrace.launch.lab.devices import Devices
@@ -26,7 +27,7 @@ from headrace.launch.lab.profile import (
 from headrace.launch.lab.settings import lab_of
 from headrace.launch.lab.tuning import Knobs
 from headrace.launch.lab.virtual.run import VirtualRun
-from headrace.launch.report.planned import PREDICTION_FILE, Prediction
+from headrace.launch.report.planned import PREDICTION_FILE, Prediction, job_digest
 from headrace.relay.queue.schedules import SCHEDULES
 
 DEVICES = {
@@ -231,6 +232,29 @@ def test_a_plan_proposes_another_schedule_where_it_is_faster(tmp_path: Path, cap
     mine = next(line for line in out.splitlines() if line.endswith("  the recipe's"))
     assert mine.split()[0] == "sync"
     assert "settings: run.schedule=sync " not in out
+
+
+def test_the_proposed_settings_undo_what_the_proposed_schedule_refuses(tmp_path: Path):
+    recipe = recipe_of(tmp_path, queue__max_staleness=2, queue__lead=9, run__steps=8)
+    simulation = Simulation.of(Devices.of(recipe), tmp_path / "plan").with_schedule("one_step")
+    (tmp_path / "plan").mkdir(exist_ok=True)
+    *_, line = proposal(simulation, simulation.devices.own, None, tmp_path / "plan", recipe)
+    assert line.endswith(" queue.max_staleness=null queue.lead=auto")
+    kept = msgspec.json.decode((tmp_path / "plan" / PREDICTION_FILE).read_bytes(), type=Prediction)
+    assert kept.settings.items() >= {"queue.max_staleness": None, "queue.lead": "auto"}.items()
+    words = line.removeprefix("settings: ").split()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_yaml(recipe))
+    check_settings(read_recipe(path, words))
+    assert job_digest(read_recipe(path, words), kept.settings) == kept.job
+
+
+@pytest.mark.parametrize(("tp", "kv_gb_s"), [(1, 50.0), (2, None)])
+def test_replicas_of_several_gpus_send_no_caches_in_a_plan(tmp_path: Path, tp: int, kv_gb_s: float | None):
+    recipe = run_of(tmp_path, run__steps=8)
+    as_measured(tmp_path, recipe)
+    found = profile_of(tmp_path, structs.replace(recipe, rollout=structs.replace(recipe.rollout, tp=tp)))
+    assert (found.kv_gb_s, found.broadcast_gb_s) == (kv_gb_s, None)
 
 
 @pytest.mark.parametrize(("gpus_per_rollout", "seconds"), [(1, "1.58"), (2, "1.32")])

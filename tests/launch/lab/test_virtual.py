@@ -11,6 +11,7 @@ from support.emulated_run import EMULATED
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.emulated.device import EmulatedDevice, EmulatedSequence, response_length
+from headrace.launch.lab.emulated.transfer import EmulatedTransfer
 from headrace.launch.lab.figures import figures_of, window_of
 from headrace.launch.lab.settings import lab_of
 from headrace.launch.lab.virtual.network import MESSAGE_S
@@ -110,9 +111,9 @@ def test_a_step_of_one_rollout_takes_the_time_of_its_device_of_the_trainer_and_o
             num_tokens += sum(lengths) + 300 * len(lengths)
         while device.running or device.waiting:
             device.advance(settings.stretch)
-        broadcast_s = settings.weights_gb / settings.broadcast_gb_s
+        transfer = EmulatedTransfer(settings, "sync")
         trained_s = num_tokens * settings.train_us * 1e-6 / settings.train_gpus
-        expected.append(device.seconds + trained_s + broadcast_s + 4 * MESSAGE_S)
+        expected.append(device.seconds + trained_s + transfer.chain_s + transfer.pull_s + 4 * MESSAGE_S)
     assert figures.step_s == pytest.approx(sum(expected) / 2, abs=0.002)
 
 
