@@ -32,7 +32,6 @@ from ..relay.queue.tasks import REFERENCE
 from .algorithms.objective import has_gradient
 from .checkpoint import CHECKPOINT_PERIOD_S, CheckpointWriter
 from .learners.base import Learner, open_learner
-from .policy.model import load_tokenizer
 from .progress import behind_line, progress
 from .record.metrics_log import Value
 from .record.recorder import RunRecorder
@@ -119,6 +118,8 @@ class Trainer:
     def _open_recorder(self) -> RunRecorder:
         tokenizer = getattr(self.learner, "tokenizer", None)  # a user's learner may not have it
         if tokenizer is None and self.has_state:
+            from .policy.model import load_tokenizer  # emulated devices load no library of models
+
             with suppress(SettingError):
                 tokenizer = load_tokenizer(self.recipe.model.path)
         return RunRecorder(
