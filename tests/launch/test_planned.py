@@ -86,7 +86,16 @@ def test_a_run_without_a_plan_reads_no_metrics(tmp_path: Path):
     assert with_prediction(run, {}) == {}
 
 
-@pytest.mark.parametrize("settings", [{"roles.rollout": 4}, {"run.schedule": "partial"}, {"generator.max_running": 32}, {"sampling.max_new_tokens": 77}, {"data.path": "other.jsonl"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"roles.rollout": 4},
+        {"run.schedule": "partial"},
+        {"generator.max_running": 32},
+        {"sampling.max_new_tokens": 77},
+        {"data.path": "other.jsonl"},
+    ],
+)
 def test_a_run_with_other_settings_has_no_prediction(tmp_path: Path, settings: dict[str, Any]):
     run = finished_run(tmp_path, **settings)
     plan_of(run)
