@@ -644,6 +644,9 @@ class NotedExchanges:
     def free(self) -> None:
         self.steps.append(-2)
 
+    def keep(self, step: int | None) -> None:
+        pass
+
     def meet(self, group: ActorGroup, layout: StateLayout) -> None:
         group.all_reduce_max([0.0] * 4)
 
