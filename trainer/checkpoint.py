@@ -8,6 +8,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -243,6 +244,8 @@ class CheckpointWriter:
 
     def _run(self, step: int, write: Callable[[Path], None], score: float | None) -> None:
         try:
+            if self._is_lead:
+                self._remove_copies()
             path = self.folder.begin(step) if self._is_lead else self.folder.path(step)
             write(path)
             failpoint("seal", step=step)
@@ -250,19 +253,13 @@ class CheckpointWriter:
                 self.folder.seal(step, score)
                 self._on_written(step, str(path))
                 self._prune(step)
-                self._remove_copies(step)
         except Exception as error:  # noqa: BLE001 - the trainer's loop raises it
             self._on_failure(self.folder.path(step), error)
 
-    def _remove_copies(self, step: int) -> None:
-        """Remove the copies that this checkpoint replaces, once the journal has it. Else they are left to the next one."""
-        copies = CopiesOnDisk(self.folder.root.parent)
-        if copies.steps():
-            with waiting("hub", f"the record of checkpoint step_{step}", self._deadline_s) as wait:
-                while wait.remaining_s and (self.folder.latest() or 0) < step:
-                    threads.sleep(0.05)
-            if (self.folder.latest() or 0) >= step:
-                copies.remove(range(step + 1))
+    def _remove_copies(self) -> None:
+        """Remove the copies on the disk that the newest checkpoint in the journal replaces."""
+        with suppress(OSError, SettingError):  # they cost room alone
+            CopiesOnDisk(self.folder.root.parent).remove(range((self.folder.latest() or 0) + 1))
 
     def _prune(self, newest: int) -> None:
         """Write the scores that have come, and remove the checkpoints that are not kept."""

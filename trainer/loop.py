@@ -337,6 +337,8 @@ class Trainer:
         is_behind: the run ends while steps are trained again; the weights are of an earlier step, so they are not exported.
         """
         self.stream.close()
+        if self.copies is not None:
+            self.copies.end()
         is_due = self.has_state or self.recipe.checkpoint.every or self.checkpoint_after >= self.checkpoints.newest
         is_due = is_due and not self.has_collapsed
         if is_due and self.learner.version > self.checkpoints.newest:
@@ -345,7 +347,6 @@ class Trainer:
             say(behind_line(self.learner.version, self.checkpoints.newest, self.num_counted))
         self.checkpoints.close(self.group)  # an end before the seal would be one without a checkpoint
         if self.copies is not None and self.has_collapsed:
-            self.copies.finish()
             self.copies.forget()  # else the supervisors would leave them to the next start
         is_trained = self.learner.version > 0  # else the model would be the one that the run began with
         export = self.learner.export() if is_trained and not is_behind and not self.has_collapsed else ""

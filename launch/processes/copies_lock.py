@@ -32,8 +32,9 @@ def lock_to_write(run_dir: Path) -> IO[bytes] | None:
     return None
 
 
-def wait_for_writers(run_dir: Path, deadline_s: float) -> None:
-    """Wait until no process of an earlier start holds the lock; with a deadline, again for as long as the copies grow.
+def wait_for_writers(run_dir: Path, deadline_s: float, longest_s: float) -> None:
+    """Wait until no process of an earlier start holds the lock; with a deadline, again for as long as the copies grow, but no longer than
+    `longest_s` in all.
 
     A process that is not waited for any longer sees that the run has another start, and leaves no copy.
     """
@@ -41,14 +42,14 @@ def wait_for_writers(run_dir: Path, deadline_s: float) -> None:
         return
     print_message("processes of the run before still write copies of the training state; the run waits for them")
     num_bytes = -1
-    while (size := folder_bytes(run_dir / COPIES)) > num_bytes:
+    ends = time.monotonic() + longest_s
+    while (size := folder_bytes(run_dir / COPIES)) > num_bytes and (left_s := ends - time.monotonic()) > 0:
         num_bytes = size
-        with waiting("the supervisors of the run before", "their copies of the training state", deadline_s) as wait:
+        whom, what = "the supervisors of the run before", "their copies of the training state"
+        with waiting(whom, what, min(deadline_s, left_s)) as wait:
             if _becomes_free(run_dir, wait):
                 return
-    print_message(
-        f"they have not ended, and have written nothing for {deadline_s:g} s; the run continues without their copies"
-    )
+    print_message("they have not ended in time; the run continues without their copies")
 
 
 def _becomes_free(run_dir: Path, wait: Wait) -> bool:

@@ -5,12 +5,12 @@ So the run that is resumed does not train the steps since its newest checkpoint 
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ...comm.environment import SEGMENT_FD
-from ...comm.errors import HeadraceError
+from ...comm.errors import HeadraceError, SettingError
 from ...comm.shared_memory import Segment
 from ...relay.checkpoints import CheckpointFolder
 from ...relay.weights.copies_on_disk import CopiesOnDisk, CopyHead
@@ -42,6 +42,9 @@ class CopiesWriter:
         if not self._start:
             return
         newest = self._newest_checkpoint(is_whole=has_ended)
+        if has_ended and self._placement.index == 0 and self._is_same_start():
+            with suppress(OSError, SettingError):  # of an earlier start; what stays costs room alone
+                self._on_disk.remove(range(self._newest_checkpoint(is_whole=False) + 1))
         with ExitStack() as opened:
             found: list[_Left] = []
             for variable, memory in memories.items():

@@ -3,6 +3,7 @@
 The first rank makes the run folder ready. Another host needs no copy of the recipe: the run's store has it.
 """
 
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from .child import print_message
 from .copies_lock import wait_for_writers
 from .fetched_recipe import fetch_recipe
 from .secret import create_secret, read_secret
-from .store_address import find_store
+from .store_address import FIND_S, find_store
 from .supervisor import LAUNCHER, supervise
 
 
@@ -96,7 +97,8 @@ def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
     try:
         check_run_folder(recipe.run)  # a run may have begun, and ended, since the first look
         if recipe.run.resume == "auto":
-            wait_for_writers(run_dir, recipe.comm.deadline_s)
+            # The other ranks wait for the store already.
+            wait_for_writers(run_dir, recipe.comm.deadline_s, FIND_S / 2 if hosts else math.inf)
         for warning in (*warnings, *on_host):
             print_message(f"warning: {warning}")
         for line in (*start_lines(recipe), *checkpoint_lines(recipe), *prepare_folder(recipe)):

@@ -10,12 +10,14 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
 
-from ...comm.disk import folder_bytes, make_folders
+from ...comm.disk import make_folders
 from ..checkpoints import number_of, sync_folder, write_durably
 
 FOLDER = "memory"
@@ -77,25 +79,37 @@ class CopiesOnDisk:
         write_durably(new, msgspec.json.encode(head).ljust(HEAD_BYTES), content.data)
         if not is_wanted():
             new.unlink()
+            with suppress(OSError):  # other files are there
+                folder.rmdir()
+                folder.parent.rmdir()
             return
         new.replace(self.file(head.step, rank))
         for each in (folder, folder.parent, run_dir):
             sync_folder(each)
 
     def _missing_bytes(self, head: CopyHead) -> int:
-        """The bytes that all ranks have still to write of this step and of newer ones, which come first. They write on one disk at once.
+        """The bytes that all ranks have still to write of this step in this start of the run. They write on one disk at once.
 
-        What one of them has written is as much less free. So it is the same for all of them, and none fills the disk for the others.
+        What one of them has written is as much less free. So it is the same for all of them, and none fills the disk for the others. Each
+        writes its newest copy first. So the room for as many copies of an older step is enough for the newer ones that are missing, too.
         """
-        of_a_step = head.num_ranks * (HEAD_BYTES + head.num_bytes)
-        steps = {head.step, *(step for step in self.steps() if step > head.step)}
-        return sum(max(0, of_a_step - folder_bytes(self.path(step))) for step in steps)
+        size = HEAD_BYTES + head.num_bytes
+        return sum(size - min(size, self._written_bytes(head, rank)) for rank in range(head.num_ranks))
+
+    def _written_bytes(self, head: CopyHead, rank: int) -> int:
+        """The size of a rank's file of the same step and start, under whatever name it is written."""
+        sizes = [0]
+        for path in self.path(head.step).glob(f"actor-{rank}.*"):
+            with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError), path.open("rb") as file:
+                if _read_head(file).start == head.start:
+                    sizes.append(os.fstat(file.fileno()).st_size)
+        return max(sizes)
 
     def head(self, step: int, rank: int) -> CopyHead | None:
         """The head of a rank's file; None if the file is missing or not whole."""
         try:
             with self.file(step, rank).open("rb") as file:
-                head = msgspec.json.decode(file.read(HEAD_BYTES).rstrip(), type=CopyHead)
+                head = _read_head(file)
                 size = os.fstat(file.fileno()).st_size
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
@@ -144,3 +158,8 @@ class CopiesOnDisk:
         if len({(head.start, head.num_ranks) for head in found}) > 1:
             return "has copies of several starts of the run"
         return ""
+
+
+def _read_head(file: IO[bytes]) -> CopyHead:
+    """Raises `msgspec.DecodeError` and `UnicodeDecodeError` if there is none."""
+    return msgspec.json.decode(file.read(HEAD_BYTES).rstrip(), type=CopyHead)

@@ -1,6 +1,7 @@
 """The command line: mistakes, the help page, the dry run, the ranks of torchrun."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from headrace.launch.config.load import read_recipe
 from headrace.launch.lab.warm_up import WARM_UP
 from headrace.launch.processes.rank import prepare
 from headrace.launch.processes.secret import SECRET_FILE
+from headrace.launch.processes.store_address import FIND_S
 from headrace.launch.run import main
 from headrace.relay.journal.journal import Journal
 
@@ -267,14 +269,16 @@ def test_a_start_warns_of_gpus_that_no_rank_uses_on_any_of_its_hosts(words, monk
 
 
 def test_a_resumed_run_waits_for_the_copies_that_the_run_before_still_writes(words, tmp_path: Path, monkeypatch):
-    waited_for: list[tuple[Path, float]] = []
+    waited_for: list[tuple[Path, float, float]] = []
     monkeypatch.setattr("headrace.launch.processes.rank.wait_for_writers", lambda *args: waited_for.append(args))
-    for resume, expected in (("never", []), ("auto", [(tmp_path / "run", 7.0)])):
+    cases = (("never", (), None), ("auto", (), math.inf), ("auto", (3,), FIND_S / 2))
+    for resume, hosts, longest_s in cases:
         recipe = read_recipe(
             None, [*as_words(words), f"run.dir={tmp_path / 'run'}", f"run.resume={resume}", "comm.deadline_s=7"]
         )
-        prepare(recipe).close()
-        assert waited_for == expected
+        prepare(recipe, hosts).close()
+        assert waited_for == ([] if longest_s is None else [(tmp_path / "run", 7.0, longest_s)])
+        waited_for.clear()
         (tmp_path / "run/summary.json").unlink(missing_ok=True)
 
 

@@ -95,6 +95,18 @@ def test_a_run_that_ended_in_order_leaves_no_copies(run_dir: Path, memory: int, 
     assert not (run_dir / "memory").exists() and capsys.readouterr() == ("", "")
 
 
+def test_a_run_that_ended_in_order_removes_the_copies_of_an_earlier_start_that_its_journal_needs_no_more(
+    run_dir: Path, memory: int
+):
+    saved = CopiesOnDisk(run_dir)
+    for step in (5, 6):
+        saved.write(0, CopyHead(step, "0", 11, 1, 1, "of an earlier start"), np.zeros(1, np.uint8))
+    checkpoint(run_dir, 5, is_in_journal=True)
+    checkpoint(run_dir, 6, is_in_journal=False)
+    copies_of(run_dir, rank=0).write({SEGMENT_FD: memory}, has_ended=True)
+    assert saved.steps() == [6]
+
+
 @pytest.mark.parametrize("start", ["", "of another run"])
 def test_nothing_is_written_once_the_folder_has_another_start_or_where_it_is_not_the_runs(
     run_dir: Path, memory: int, start: str

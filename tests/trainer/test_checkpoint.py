@@ -8,7 +8,7 @@ import pickle
 import shutil
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -249,29 +249,26 @@ def test_a_checkpoint_replaces_the_copies_that_a_failed_run_has_left_once_the_jo
     copies, disk = CopiesOnDisk(tmp_path), Disk(tmp_path)
     for step in (3, 4, 5):
         copies.write(0, CopyHead(step, "0", 1, 100, 1, "1"), np.zeros(100, np.uint8))
-    seen: list[list[int]] = []
+    disk.may_write.set()
+    for step, left in ((4, [3, 4, 5]), (6, [5])):
+        disk.writer.begin(step, lambda: disk.write)
+        disk.writer.close()
+        assert copies.steps() == left
+        disk.writer.folder.set_latest(step)
 
-    def record() -> None:
-        """As the hub, some time after the report."""
-        seen.append(copies.steps())
-        disk.writer.folder.set_latest(4)
 
-    disk.writer._on_written = lambda *_: threading.Timer(0.2, record).start()
+def test_copies_that_cannot_be_removed_cost_the_trainer_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, failed = Disk(tmp_path), list[Iterable[int]]()
+
+    def fail(_: CopiesOnDisk, steps: Iterable[int]) -> None:
+        failed.append(steps)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(CopiesOnDisk, "remove", fail)
     disk.may_write.set()
     disk.writer.begin(4, lambda: disk.write)
     disk.writer.close()
-    assert seen == [[3, 4, 5]] and copies.steps() == [5]
-
-
-def test_the_copies_stay_where_no_hub_records_the_checkpoint(tmp_path: Path):
-    copies, disk = CopiesOnDisk(tmp_path), Disk(tmp_path, deadline_s=0.05)
-    copies.write(0, CopyHead(3, "0", 1, 100, 1, "1"), np.zeros(100, np.uint8))
-    disk.may_write.set()
-    disk.writer.begin(4, lambda: disk.write)
-    assert disk.writer._thread is not None
-    disk.writer._thread.join(60)
-    disk.writer.close()
-    assert disk.reported == [4] and copies.steps() == [3]
+    assert disk.reported == [4] and failed
 
 
 def test_no_rank_ends_before_rank_0_has_sealed_the_checkpoint(tmp_path: Path):

@@ -22,10 +22,11 @@ from torch import Tensor
 from ...comm import threads
 from ...comm.disk import say
 from ...comm.shared_memory import Segment
-from ...comm.waits import join_thread
+from ...comm.waits import waiting
 from ...relay.weights.partners import Partners
 from ...relay.weights.slots import StoredVersion, VersionSlots
 from ..actor_group import ThreadGroup
+from ..checkpoint import CHECKPOINT_PERIOD_S
 from .state_layout import StateLayout
 
 if TYPE_CHECKING:
@@ -34,13 +35,15 @@ if TYPE_CHECKING:
 NUM_COPIES = 2
 _PIECE_BYTES = 64 << 20
 _DIGEST_BYTES = 16
+_EXCHANGE_S = CHECKPOINT_PERIOD_S
+"""Of a whole exchange. No rank makes another copy meanwhile, and copies are to be no rarer than checkpoints."""
 
 
 class SecondCopies:
     """The exchange of one rank with its partners. Its threads' calls are the same on all ranks."""
 
     def __init__(self, segment: Segment, partners: Partners, team: ThreadGroup, deadline_s: float) -> None:
-        """`deadline_s`: of a piece that is sent, and of the exchange at the end of the run."""
+        """`deadline_s`: of a piece that is sent, and of a wait for an exchange."""
         self._slots = VersionSlots(segment, NUM_COPIES)
         self._partners = partners
         self._team = team
@@ -107,9 +110,10 @@ class SecondCopies:
         return found
 
     def finish(self) -> None:
-        """Wait for the exchange under way."""
+        """Wait for the exchange under way, until the deadline."""
         if self._thread is not None and self.is_sending:
-            join_thread(self._thread, self._deadline_s)
+            with waiting("other hosts", "the exchange of copies of the training state", self._deadline_s) as wait:
+                self._thread.join(wait.remaining_s)
 
     def keep(self, step: int | None) -> None:
         """Give up all copies but that of a step; None gives up all."""
@@ -121,20 +125,29 @@ class SecondCopies:
         self._slots.free()
 
     def close(self) -> None:
-        """Wait for the exchange under way, and close this process's opening of the memory."""
-        self.finish()
+        """Close this process's opening of the memory. What an exchange under way receives is not readable then."""
         self._slots.segment.close()
 
     def _start(self, work: Callable[[], None], name: str) -> None:
-        self._thread = threads.new_thread(partial(self._run, work), name)
-        self._thread.start()
+        thread = threads.new_thread(partial(self._run, work), name)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the machine has no room for another thread
+            self._stop(error)
+        else:
+            self._thread = thread
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - training continues without them
-            self.is_off = True
+            self._stop(error)
+        self.sent = frozenset()
+
+    def _stop(self, error: Exception) -> None:
+        if not self.is_off:  # else a partner has ended first
             say(f"no more copies of the training state are sent to other hosts: {type(error).__name__}: {error}")
+        self.is_off = True
         self.sent = frozenset()
 
     def _exchange(self, mine: StoredVersion | None, content: np.ndarray) -> None:
@@ -142,22 +155,29 @@ class SecondCopies:
         digest = bytes(_DIGEST_BYTES) if mine is None else bytes.fromhex(mine.digest)
         head = np.frombuffer(np.int64(-1 if mine is None else mine.version).tobytes() + digest, np.uint8).copy()
         theirs = np.empty_like(head)
-        self._swap(torch.from_numpy(head), torch.from_numpy(theirs))
+        ends = started + _EXCHANGE_S
+        self._swap(torch.from_numpy(head), torch.from_numpy(theirs), ends)
         version = int(theirs[:-_DIGEST_BYTES].view(np.int64)[0])
         sent = torch.from_numpy(content if mine is not None else content[:0])
         if version < 0:
-            self._swap(sent, torch.empty(0, dtype=torch.uint8))
+            self._swap(sent, torch.empty(0, dtype=torch.uint8), ends)
         else:
             write = self._slots.begin(version, self._partners.kept)
             assert write is not None, "no one reads these slots"
-            self._swap(sent, torch.from_numpy(self._slots.segment.slot(write.slot)))
+            self._swap(sent, torch.from_numpy(self._slots.segment.slot(write.slot)), ends)
             self._slots.commit(write, theirs[-_DIGEST_BYTES:].tobytes().hex())
         self._exchange_s += time.monotonic() - started
 
-    def _swap(self, sent: Tensor, received: Tensor) -> None:
-        """Send bytes to the one partner while those of the other arrive. Raises `RuntimeError` if a piece takes too long."""
+    def _swap(self, sent: Tensor, received: Tensor, ends: float) -> None:
+        """Send bytes to the one partner while those of the other arrive.
+
+        ends: the time of the monotonic clock until which all may take. Raises `RuntimeError` if it, or a piece, takes too long.
+        """
         group = self._team.process_group
         for at in range(0, max(len(sent), len(received)), _PIECE_BYTES):
+            left_s = min(self._deadline_s, ends - time.monotonic())
+            if left_s <= 0:
+                raise RuntimeError(f"an exchange has taken longer than {_EXCHANGE_S:.0f} s")
             works: list[dist.Work | None] = []
             if at < len(sent):
                 works.append(dist.isend(sent[at : at + _PIECE_BYTES], self._partners.keeper, group=group))
@@ -165,4 +185,4 @@ class SecondCopies:
                 works.append(dist.irecv(received[at : at + _PIECE_BYTES], self._partners.kept, group=group))
             for work in works:
                 assert work is not None
-                work.wait(timedelta(seconds=self._deadline_s))
+                work.wait(timedelta(seconds=left_s))

@@ -174,9 +174,17 @@ class StateCopies:
         if copy.error:
             self._fail(copy.error)
 
-    def close(self) -> None:
-        """Wait for what is copied and sent, and close this process's opening of the memory."""
+    def end(self) -> None:
+        """Take part in no more exchanges, and wait for none. An interrupted run has no time for them, and whatever it has not stored in a
+        checkpoint is in the copies of its own supervisors.
+        """
         self.finish()
+        if self._second is not None:
+            self._second.is_off = True
+
+    def close(self) -> None:
+        """Wait for the copy in progress, and close this process's opening of the memory."""
+        self.end()
         if self._second is not None:
             self._second.close()
         self._slots.segment.close()
@@ -190,7 +198,8 @@ class StateCopies:
     def hold(self, copies: dict[int, Tensor]) -> tuple[dict[str, Any], StoredVersion] | None:
         """A copy of the present state that stays until it is released; None where this rank has none. A collective.
 
-        There is none of a state within a step, which would be another one of the same number.
+        There is none of a state within a step, which would be another one of the same number, and none once a rank has failed: it may
+        have given its memory back already, so it would take part in no collective about it.
 
         copies: receives the copy of each tensor by the address of its bytes.
         """
@@ -199,10 +208,13 @@ class StateCopies:
             return None
         self.finish()
         lacks_it = self._made is None
-        if lacks_it and self._second is not None:
+        if lacks_it and self._second is not None and not self._second.is_off:
             self._second.finish()
         # Once the copy before is on the other hosts: then all ranks have that step, here and there, until this one is there too.
-        some_have_it, is_unready = self._group.all_reduce_max([float(not lacks_it), float(not self._can_send)])
+        mine = [not lacks_it, not self._can_send, self._use is _Use.FAILED]
+        some_have_it, is_unready, has_failed = self._group.all_reduce_max([*map(float, mine)])
+        if has_failed:
+            return None
         if lacks_it:
             self._begin(is_exchanged=not some_have_it and not is_unready)
             self.finish()
@@ -332,7 +344,7 @@ class StateCopies:
         """Take part in no more exchanges, and give the memory of another host's copies back, once no thread uses it."""
         if self._second is not None:
             self._second.is_off = True
-            if not (self._second.is_at_work or self._is_at_work):
+            if not (self._is_at_work or self._second.is_at_work):  # the one may start the other at its end
                 _give_back(self._second.free)
                 self._second.close()
                 self._second = None

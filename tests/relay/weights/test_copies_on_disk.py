@@ -75,23 +75,39 @@ def test_copies_are_begun_where_there_is_room_for_those_of_all_ranks(tmp_path: P
     write(saved, 7, 1)
 
 
-def test_an_older_copy_is_not_begun_where_another_rank_needs_the_room_for_a_newer_one(
+def test_an_older_copy_is_begun_where_all_ranks_have_room_for_it_though_one_lacks_the_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     saved, size = CopiesOnDisk(tmp_path), HEAD_BYTES + CONTENT.nbytes
     write(saved, 7, 0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(3 * size - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2 * size - 1))
     with pytest.raises(OSError, match="No space"):
         write(saved, 5, 0)
-    write(saved, 7, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2 * size))
     write(saved, 5, 0)
+
+
+def test_what_an_earlier_start_has_left_is_no_part_of_what_ranks_have_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    saved, size = CopiesOnDisk(tmp_path), HEAD_BYTES + CONTENT.nbytes
+    write(saved, 7, 1, start="0")
+    saved.file(7, 1).rename(saved.path(7) / "actor-1.by-actor-1")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2 * size - 1))
+    with pytest.raises(OSError, match="No space"):
+        write(saved, 7, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2 * size))
+    write(saved, 7, 1)
+    saved.file(7, 1).rename(saved.path(7) / "actor-1.by-actor-1.new")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(size))
+    write(saved, 7, 0)
 
 
 def test_a_copy_that_is_not_wanted_any_more_gets_no_name(tmp_path: Path):
     saved = CopiesOnDisk(tmp_path)
     head = CopyHead(7, f"{7:032x}", 11, CONTENT.nbytes, 2, "1")
     saved.write(0, head, CONTENT, is_wanted=lambda: False)
-    assert saved.head(7, 0) is None and not [*saved.path(7).iterdir()]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_newest_step_counts_of_which_all_ranks_have_a_copy_of_one_start(tmp_path: Path):

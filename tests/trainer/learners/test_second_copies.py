@@ -1,9 +1,19 @@
 """Second copies of the training state on other hosts: what one supervisor has is enough for all ranks."""
 
+import threading
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
+import pytest
 from support.actors import on_two_ranks
+from support.closing import at_end
 from support.policies import tiny_policy
+
+from headrace.comm.shared_memory import Segment
+from headrace.relay.weights.partners import Partners
+from headrace.relay.weights.slots import StoredVersion
+from headrace.trainer.learners.second_copies import SecondCopies
 
 TWO_HOSTS = """
 import os
@@ -166,6 +176,37 @@ copied_step(dying, 4)
 settle(dying.copies)
 assert [stored.version for stored in second._slots.complete_versions()] == [4, 5]
 assert costs[1] > 0.5, "the exchange of the copy before costs time, too"
+may_send.clear()
+copied_step(dying, 5)
+dying.copies.finish()
+assert second.is_sending
+dying.copies.close()
+assert second.is_at_work, "the end does not wait for it"
+group.all_reduce_max([0.0])
+may_send.set()
+second._thread.join(60)
+"""
+
+LONG_TO_SEND = """
+import threading
+from headrace.trainer.learners import second_copies
+copied_step(dying, 0)
+settle(dying.copies)
+second_copies._EXCHANGE_S = 0.2
+may_send = threading.Event()
+second = dying.copies._second
+swap = second._swap
+second._swap = lambda *args: (group.rank == 0 or may_send.wait(60)) and swap(*args)
+copied_step(dying, 1)
+if group.rank == 0:
+    settle(dying.copies)
+group.all_reduce_max([0.0])
+may_send.set()
+settle(dying.copies)
+assert second.is_off and not second.sent
+copied_step(dying, 2)
+dying.copies.finish()
+assert dying.copies._second is None and dying.copies.newest(9) == 3
 """
 
 
@@ -192,6 +233,25 @@ def test_a_rank_that_prepares_its_memory_for_long_delays_neither_training_nor_an
 
 def test_training_does_not_wait_for_an_exchange(tmp_path: Path):
     on_two_ranks(tmp_path, TWO_HOSTS + SLOW_TO_SEND, policy_in(tmp_path), tmp_path)
+
+
+def test_an_exchange_whose_pieces_arrive_but_take_too_long_together_is_the_last(tmp_path: Path):
+    on_two_ranks(tmp_path, TWO_HOSTS + LONG_TO_SEND, policy_in(tmp_path), tmp_path)
+
+
+def test_a_machine_without_room_for_another_thread_ends_the_exchanges_and_not_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    segment = Segment.create_anonymous("copies")
+    at_end(segment.close)
+    second = SecondCopies(segment, Partners(0, 0), cast(Any, None), 60)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    second.begin(StoredVersion(3, "0", 1, 2), np.zeros(1, np.uint8))
+    assert second.is_off and not second.sent and not second.is_at_work
+    assert "sent to other hosts: RuntimeError: can't start new thread" in capsys.readouterr().out
 
 
 def policy_in(folder: Path) -> Path:

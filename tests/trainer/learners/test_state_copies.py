@@ -268,7 +268,7 @@ def test_a_resumed_trainer_continues_from_what_a_failed_run_has_left_bit_for_bit
     assert saved.steps() == [2, 3], "until a checkpoint is newer"
 
 
-def test_copies_writer_that_are_older_than_the_checkpoint_are_not_read(
+def test_left_copies_that_are_older_than_the_checkpoint_are_not_read(
     policy_dir: Path, tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ):
     actor = actor_of(recipe_of(policy_dir))
@@ -280,7 +280,7 @@ def test_copies_writer_that_are_older_than_the_checkpoint_are_not_read(
     assert read == [3]
 
 
-def test_copies_writer_that_are_damaged_or_of_another_policy_are_removed_and_the_console_says_so(
+def test_left_copies_that_are_damaged_or_of_another_policy_are_removed_and_the_console_says_so(
     policy_dir: Path, tmp_path: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
 ):
     actor = actor_of(recipe_of(policy_dir))
@@ -644,8 +644,11 @@ class NotedExchanges:
     def free(self) -> None:
         self.steps.append(-2)
 
-    def meet(self, group: ActorGroup, layout: StateLayout) -> None:
+    def keep(self, step: int | None) -> None:
         pass
+
+    def meet(self, group: ActorGroup, layout: StateLayout) -> None:
+        group.all_reduce_max([0.0] * 4)
 
     prepare = close = finish
 
@@ -677,9 +680,7 @@ def test_copies_are_exchanged_by_all_ranks_or_none():
         assert [each.steps for each in noted] == [[2, 3], [2, 3]]
         list(pool.map(step_without_copy, copies))
         copies[1]._fail("the test")
-        assert [*pool.map(held_step, copies)] == [4, -1]
-        for each in copies:
-            each._held.clear()
+        assert [*pool.map(held_step, copies)] == [-1, -1]
         list(pool.map(copied_step, copies))
     assert [each.steps for each in noted] == [[2, 3, -2], [2, 3, -2]], "freed with the own ones"
 
@@ -700,6 +701,31 @@ def test_while_one_rank_sends_its_copy_no_rank_makes_another_and_a_checkpoint_wa
         list(pool.map(StateCopies.finish, copies))
     assert [each.steps for each in noted] == [[2, 3, 4], [2, 3, 4]]
     assert [each._slots.newest() for each in copies] == [4, 4]
+
+
+def test_ranks_whose_predecessor_was_killed_for_memory_and_others_begin_with_a_checkpoint_in_step():
+    copies, noted = exchanging_ranks()
+    copies[1]._fail("the test")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(StateCopies.forget, copies))
+        assert [each._second is None for each in copies] == [False, True]
+        list(pool.map(step_without_copy, copies))
+        assert [*pool.map(held_step, copies)] == [-1, -1]
+        list(pool.map(StateCopies.after_step, copies))
+    assert [each.steps for each in noted] == [[-2], [-2]]
+
+
+def test_the_last_checkpoint_neither_waits_for_an_exchange_nor_begins_one():
+    copies, noted = exchanging_ranks()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            list(pool.map(copied_step, copies))
+        list(pool.map(StateCopies.finish, copies))
+        noted[1].is_sending = True
+        list(pool.map(step_without_copy, copies))
+        list(pool.map(StateCopies.end, copies))
+        assert [*pool.map(held_step, copies)] == [3, 3]
+    assert noted[1].is_sending and [each.steps for each in noted] == [[2], [2]]
 
 
 def test_the_copy_that_is_sent_is_not_overwritten():
