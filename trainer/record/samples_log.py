@@ -1,5 +1,6 @@
 """The samples of each step: in `samples.jsonl`, and two of them on the console and in TensorBoard now and then."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ class SamplesLog:
         """Show two samples of the step, if it is one of those that are shown."""
         if self._shown:
             text = "\n".join(map(in_short, self._shown))
-            say(text)
+            encoding = sys.stdout.encoding or "utf-8"  # the console's may lack characters of the policy
+            say(text.encode(encoding, "backslashreplace").decode(encoding))
             self._metrics.write_text(step, "samples", text)
             self._shown = []
 
