@@ -187,7 +187,7 @@ def test_a_console_without_a_character_shows_an_escape(scene: Scene, monkeypatch
     console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", console)
     board = cast(MetricsLog, SimpleNamespace(write_text=lambda *_: None))
-    log = SamplesLog(scene.recipe(**{"run.dir": scene.folder}), 0, board, None)
+    log = SamplesLog(scene.recipe(**{"run.dir": scene.folder}), 0, board, lambda: None)
     log._shown = [scene.line(scene.sample("x"), **TEXT_TOOLS) | {"response": "\u00e4"}]
     log.show(0)
     assert b"response  \\xe4" in cast(io.BytesIO, console.buffer).getvalue()
