@@ -41,7 +41,7 @@ class SamplesLog:
             try:
                 tokenizer = open_tokenizer()
                 self._lines = None if tokenizer is None else SampleLines(recipe, tokenizer)
-            except Exception as error:  # whatever a tokenizer raises
+            except Exception as error:  # noqa: BLE001 - whatever a tokenizer raises
                 say(f"warning: no samples are recorded, since the tokenizer cannot be used ({_in_words(error)})")
 
     def write(self, step: int, rows: ShownRows) -> None:
@@ -53,7 +53,7 @@ class SamplesLog:
             self._write(self._lines, step, rows)
         except DiskFull:
             raise
-        except Exception as error:  # whatever a tokenizer raises for what a model wrote
+        except Exception as error:  # noqa: BLE001 - whatever a tokenizer raises for what a model wrote
             self._say_once(step, error)
 
     def show(self, step: int) -> None:
@@ -67,7 +67,7 @@ class SamplesLog:
             self._metrics.write_text(step, "samples", text)
         except DiskFull:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             self._say_once(step, error)
 
     def close(self) -> None:
