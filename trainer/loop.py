@@ -5,15 +5,14 @@ rollout. Publishing costs one copy of the weights.
 """
 
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..comm.clock import REAL_TIME, Clock
 from ..comm.disk import say
-from ..comm.errors import SettingError
 from ..comm.fleet import TRAINS_AGAIN, Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.messages import (
@@ -116,14 +115,21 @@ class Trainer:
         )  # fmt: skip
 
     def _open_recorder(self) -> RunRecorder:
-        tokenizer = getattr(self.learner, "tokenizer", None)  # a user's learner may not have it
-        if tokenizer is None and self.has_state:
+        def tokenizer() -> Any:
+            found = getattr(self.learner, "tokenizer", None)  # a user's learner may not have it
+            if found is not None or not self.has_state:
+                return found
             from .policy.model import load_tokenizer  # emulated devices load no library of models
 
-            with suppress(SettingError):
-                tokenizer = load_tokenizer(self.recipe.model.path)
+            return load_tokenizer(self.recipe.model.path)
+
         return RunRecorder(
-            self.recipe, self.mailbox, self.checkpoints, self.clock, first_step=self.first_step, tokenizer=tokenizer
+            self.recipe,
+            self.mailbox,
+            self.checkpoints,
+            self.clock,
+            first_step=self.first_step,
+            open_tokenizer=tokenizer,
         )
 
     def _choose_micro_tokens(self, num_memory_deaths: int) -> int:

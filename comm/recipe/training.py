@@ -111,6 +111,8 @@ class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt"] = "constant"
     """Learning rate after the warm-up, over `run.steps`; as `transformers.get_scheduler`."""
+    min_lr_ratio: Share = 0.0
+    """Final learning rate of the schedule `cosine`, as a share of `lr`."""
     warmup_steps: OptionalCount = 0
     """Steps of linear warm-up."""
     beta1: ShareBelowOne = 0.9

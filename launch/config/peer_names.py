@@ -190,7 +190,7 @@ ELSEWHERE: Mapping[str, str] = {
     "logging_dir": "TensorBoard's files are in the folder tensorboard of run.dir",
     "logging_steps": _METRICS,
     "lora_dropout": "dropout is not supported",
-    "lr_scheduler_kwargs": "optimizer.warmup_steps shapes the schedule; each ends where that of transformers does",
+    "lr_scheduler_kwargs": "optimizer.warmup_steps and optimizer.min_lr_ratio shape the schedule",
     "model_init_kwargs": "the model is loaded with its own configuration, in the type of model.dtype",
     "nnodes": "the option --nnodes gives the number of hosts",
     "optimizers": "optimizer.name is adamw or adamw8bit",

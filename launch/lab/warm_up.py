@@ -13,7 +13,7 @@ from ..config.load import read_recipe, recipe_yaml
 from ..config.run_folder import CONFIG_FILE, read_summary
 from ..processes.child import Child, print_message
 
-WARM_UP = {"run.steps": 20, "optimizer.lr_schedule": "constant"}
+WARM_UP = {"run.steps": 20, "optimizer.lr_schedule": "constant", "optimizer.min_lr_ratio": 0}
 """Settings of a warm-up run: so few steps have no room for the schedule of a long run."""
 POLL_S = 0.5
 END_S = 120.0

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_ERROR = re.compile(r'\{"error": "')
+"""The beginning of the result in JSON that the policy reads instead."""
 _RESULTS = re.compile(r"<result>(.*?)</result>|<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 
 
@@ -44,11 +46,8 @@ def parse_results(text: str, num_calls: int) -> list[str | None]:
 
 
 def is_error(result: str) -> bool:
-    """Whether a result is an error: the tool has raised it, or the call was not one."""
-    try:
-        return "error" in json.loads(result) if result.lstrip().startswith("{") else False
-    except (ValueError, RecursionError):
-        return False
+    """Whether a result is an error, in whatever frame: the tool has raised it, or the call was not one."""
+    return _ERROR.search(result) is not None
 
 
 def _hermes_call(text: str) -> ToolCall:

@@ -92,6 +92,7 @@ MISTAKES: list[tuple[str, dict[str, str], Callable[[Path], object] | None, str]]
     ("a reward file that is not Python", {}, broken("rewards.py", "def reward(:"), "rewards.py is not valid Python (line 1"),
     ("a missing engine", {"rollout.engine": "{folder}/rewards.py:Engine"}, None, "rollout.engine: {folder}/rewards.py has no function 'Engine'"),
     ("a rate below a schedule's last", {"optimizer.lr_schedule": "polynomial", "optimizer.lr": "1e-7"}, None, "optimizer.lr: lr_schedule=polynomial"),
+    ("a floor of another schedule", {"optimizer.min_lr_ratio": "0.1"}, None, "optimizer.min_lr_ratio: only with lr_schedule=cosine"),
     ("an update without a group", {"batch.updates_per_version": "99"}, None, "batch.updates_per_version: more than batch.prompts"),
     ("a warm-up without an end", {"optimizer.warmup_steps": "100", "optimizer.lr_schedule": "linear"}, None, "optimizer.warmup_steps"),
     ("an empty prompt", {}, broken("prompts.jsonl", '{"prompt": "x"}\n{"prompt": ""}\n'), "{folder}/prompts.jsonl:2 has an empty `prompt`"),
@@ -349,6 +350,7 @@ def test_the_warm_up_of_a_plan_has_room_for_any_schedule_of_the_learning_rate(wo
     long = {
         "run.steps": "500",
         "optimizer.lr_schedule": "cosine",
+        "optimizer.min_lr_ratio": ".1",
         "optimizer.warmup_steps": "50",
     }
     check_recipe(read_recipe(None, as_words(words | long | WARM_UP)))

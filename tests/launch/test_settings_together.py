@@ -44,6 +44,7 @@ EXCLUDED = [
     (f"{EMULATED} roles.actor=2", "roles.actor: one process emulates"),
     (f"{EMULATED} lab.colocated=true", "lab.colocated: only run.schedule=sync"),
     ("lab.train_gpus=8", "lab: only emulated devices"),
+    ("optimizer.min_lr_ratio=.1", "optimizer.min_lr_ratio: only with lr_schedule=cosine"),
     ("optimizer.lr_schedule=polynomial optimizer.lr=1e-7", "optimizer.lr: lr_schedule=polynomial ends at 1e-7"),
     ("optimizer.lr_schedule=linear optimizer.warmup_steps=100", "optimizer.warmup_steps: 100 of run.steps=100"),
     ("comm.link=nccl comm.tls=true", "comm.tls: NCCL does not encrypt"),

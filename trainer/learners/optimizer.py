@@ -97,8 +97,14 @@ def learning_rate(settings: OptimizerSettings, step: int, num_steps: int) -> flo
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / (settings.warmup_steps + 1)
-    optimizer = SGD([torch.zeros(1)], lr=settings.lr)
-    schedule = get_scheduler(settings.lr_schedule, optimizer, settings.warmup_steps, num_steps)
+    name = settings.lr_schedule
+    options = {}
+    if name == "cosine" and settings.min_lr_ratio:
+        name = "cosine_with_min_lr"
+        options = {"min_lr_rate": settings.min_lr_ratio}
+    schedule = get_scheduler(
+        name, SGD([torch.zeros(1)], lr=settings.lr), settings.warmup_steps, num_steps, scheduler_specific_kwargs=options
+    )
     assert isinstance(schedule, LambdaLR)
     return settings.lr * schedule.lr_lambdas[0](step)
 

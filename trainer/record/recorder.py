@@ -1,7 +1,7 @@
 """Rank 0's record of a run: a line of metrics and the samples of each step, and the facts for the summary."""
 
 import resource
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ class RunRecorder:
         clock: Clock,
         *,
         first_step: int,
-        tokenizer: Any = None,
+        open_tokenizer: Callable[[], Any] = lambda: None,
     ) -> None:
-        """first_step: the run continues with it. tokenizer: that of the policy; without one no samples are recorded."""
+        """first_step: the run continues with it. open_tokenizer: gives that of the policy; if it is None, no samples are recorded."""
         run_dir = Path(recipe.run.dir)
         self.mailbox = mailbox
         self.log = MetricsLog(run_dir, first_step, clock, recipe.comm.deadline_s)
@@ -65,7 +65,7 @@ class RunRecorder:
                 checkpoints.score(line)
                 self.note_score(line)
                 self.evaluated = max(self.evaluated, int(line["eval/version"]))
-        self.samples = SamplesLog(recipe, self.next_step, self.log, tokenizer)
+        self.samples = SamplesLog(recipe, self.next_step, self.log, open_tokenizer)
 
     def step(self, step: int, step_s: float, wait_s: float, stats: StepMetrics, metrics: dict[str, Value]) -> None:
         tokens = sum(row.num_tokens for row in stats.rows)

@@ -70,7 +70,12 @@ class SampleLines:
             turn: dict[str, Any] = {"by": "policy" if is_own else "environment", "start": span.start, "end": span.stop}
             turns.append({**turn, "text": self._texts.whole(sample.response_ids[span])})
         for turn, after in zip(turns, [*(each["text"] for each in turns[1:]), None], strict=True):
-            if turn["by"] == "policy" and (calls := self._calls(turn["text"], after)):
+            if turn["by"] != "policy" or (
+                after is None and sample.is_cut
+            ):  # an environment never sees a turn that is cut
+                continue
+            spoken = self._texts.spoken(sample.response_ids[turn["start"] : turn["end"]])
+            if calls := self._calls(spoken, after):
                 turn["calls"] = calls
         return turns
 
@@ -80,11 +85,13 @@ class SampleLines:
         if names is None and not is_chat and not (after or "").startswith("<result>"):
             names = []  # a class with tools, whose names only its own process knows
         calls = parse_calls(turn, names, is_chat=is_chat)
+        if names is None and not is_chat:  # other tags may stand before the calls, which alone have results
+            calls = calls[-(after or "").count("<result>") :]
         results = [None] * len(calls) if after is None else parse_results(after, len(calls))
         return [
             {
-                "name": call.name,
-                "arguments": call.arguments,
+                "name": _encodable(call.name),
+                "arguments": _encodable(call.arguments),
                 "result": result,
                 "failed": bool(call.problem) or (result is not None and is_error(result)),
             }
@@ -144,6 +151,15 @@ def two_of(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     group = [sample for sample in samples if sample["group"] == samples[0]["group"]]
     ranked = sorted(group, key=lambda sample: -sample["reward"])
     return ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
+
+
+def _encodable(value: Any) -> Any:
+    """What a model wrote as JSON, without halves of surrogate pairs, which UTF-8 does not have."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(each) for name, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list) else value
 
 
 def _cut(text: str) -> str:

@@ -27,6 +27,10 @@ class TokenTexts:
         """Tokens as text."""
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def spoken(self, ids: Sequence[int]) -> str:
+        """Tokens as the text that an environment gets: without special ones."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
     def each(self, ids: Sequence[int]) -> list[str]:
         """The text that each token adds. Of the tokens that share a character, the last one has it, and the others have none."""
         known = [self._of(token) for token in ids]

@@ -100,6 +100,8 @@ def _useless(recipe: Recipe) -> Iterator[str]:
 
 def check_optimizer(optimizer: OptimizerSettings, num_steps: int) -> None:
     """Refuse settings of the optimizer that cannot work; raises `SettingError`."""
+    if optimizer.min_lr_ratio and optimizer.lr_schedule != "cosine":
+        raise SettingError(f"optimizer.min_lr_ratio: only with lr_schedule=cosine, not {optimizer.lr_schedule}")
     if optimizer.lr_schedule == "polynomial" and optimizer.lr <= 1e-7:
         raise SettingError(f"optimizer.lr: lr_schedule=polynomial ends at 1e-7, so it cannot begin at {optimizer.lr:g}")
     if optimizer.warmup_steps >= num_steps > 1 and optimizer.lr_schedule != "constant":

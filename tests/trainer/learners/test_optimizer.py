@@ -50,6 +50,13 @@ def test_a_rate_is_that_of_transformers_after_a_warm_up_without_a_step_at_zero(n
         schedule.step()
 
 
+def test_a_cosine_ends_at_its_share_of_the_peak():
+    settings = OptimizerSettings(lr=1.0, lr_schedule="cosine", min_lr_ratio=0.1)
+    rates = [learning_rate(settings, step, 100) for step in range(100)]
+    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 100)) / 2 for step in range(100)]
+    assert rates == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_parameters_with_weight_decay_are_those_of_transformers_but_for_sinks(family, tmp_path):
     changes = {"attention_bias": True} if family == "llama" else {}

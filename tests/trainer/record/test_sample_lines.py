@@ -1,9 +1,12 @@
 """A line of `samples.jsonl` says who wrote what, how it ended and what was trained, and the console's form of it obeys nothing."""
 
+import io
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,7 +17,9 @@ from headrace.comm.messages import GroupId
 from headrace.comm.messages.queue import RowRef
 from headrace.comm.recipe import Recipe
 from headrace.trainer.policy.model import load_tokenizer
+from headrace.trainer.record.metrics_log import MetricsLog
 from headrace.trainer.record.sample_lines import SampleLines, in_short, two_of
+from headrace.trainer.record.samples_log import SamplesLog
 from headrace.trainer.record.shown_rows import Sample
 
 
@@ -82,19 +87,42 @@ def test_calls_of_a_chat_are_read_in_whatever_frame_the_template_puts_their_resu
     call = '<tool_call>{"name": "calc", "arguments": {"e": "2*3"}}</tool_call>'
     broken = "<tool_call>{calc}</tool_call>"
     framed = "<tool_response>6</tool_response><tool_response>no</tool_response>"
-    line = scene.line(scene.sample(call + broken, framed, call, "[tool] 6 [assistant]", call), **TEXT_TOOLS)
+    line = scene.line(
+        scene.sample(call + broken, framed, call, '[tool] {"error": "no"} [assistant]', call), **TEXT_TOOLS
+    )
     found = [(call["name"], call["result"], call["failed"]) for turn in line["turns"] for call in turn.get("calls", ())]
     assert found == [
         ("calc", "6", False),
         ("", "no", True),
-        ("calc", "[tool] 6 [assistant]", False),
+        ("calc", '[tool] {"error": "no"} [assistant]', True),
         ("calc", None, False),
     ]
 
 
+def test_halves_of_characters_that_a_model_wrote_into_a_call_are_replaced(scene: Scene):
+    call = '<tool_call>{"name": "a\\ud83d", "arguments": {"\\ud83d": ["\\ud83d"]}}</tool_call>'
+    line = scene.line(scene.sample(call, "6", "6"), **TEXT_TOOLS)
+    assert line["turns"][0]["calls"][0] == {"name": "a?", "arguments": {"?": ["?"]}, "result": "6", "failed": False}
+
+
+def test_calls_are_read_as_the_environment_read_them_without_special_tokens_and_none_is_read_of_a_cut_turn(
+    scene: Scene,
+):
+    hermes = '<tool_call>{"name": "calc", "arguments": {}}</s>'
+    line = scene.line(scene.sample(hermes, "6", "<calc>2+3</s>", "<result>5</result>", "<calc>7"), **TEXT_TOOLS)
+    calls = [call for turn in line["turns"] for call in turn.get("calls", ())]
+    assert [(call["name"], call["arguments"], call["failed"]) for call in calls] == [
+        ("calc", {}, False), ("calc", ["2+3"], False), ("calc", ["7"], False),
+    ]  # fmt: skip
+    cut = scene.line(scene.sample(hermes, "6", '<tool_call>{"na', is_cut=True), **TEXT_TOOLS)
+    assert (cut["num_calls"], cut["num_failed_calls"]) == (1, 0)
+
+
 def test_tags_in_the_text_of_an_environment_are_no_calls_unless_results_follow(scene: Scene):
     settings: dict[str, Any] = {"environment.path": "games.py:Game"}
-    line = scene.line(scene.sample("<b>go</b>", "you went", "<calc>1</calc>", "<result>1</result>"), **settings)
+    line = scene.line(
+        scene.sample("<b>go</b>", "you went", "<think>so</think><calc>1</calc>", "<result>1</result>"), **settings
+    )
     assert [len(turn.get("calls", ())) for turn in line["turns"]] == [0, 0, 1, 0]
 
 
@@ -153,3 +181,13 @@ def test_the_best_and_the_worst_of_a_group_are_shown():
     samples = [{"group": "0.1", "reward": reward} for reward in (0.5, 1.0, 0.0)] + [{"group": "0.2", "reward": 9.0}]
     assert [sample["reward"] for sample in two_of(samples)] == [1.0, 0.0]
     assert two_of(samples[:1]) == samples[:1]
+
+
+def test_a_console_without_a_character_shows_an_escape(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    board = cast(MetricsLog, SimpleNamespace(write_text=lambda *_: None))
+    log = SamplesLog(scene.recipe(**{"run.dir": scene.folder}), 0, board, lambda: None)
+    log._shown = [scene.line(scene.sample("x"), **TEXT_TOOLS) | {"response": "\u00e4"}]
+    log.show(0)
+    assert b"response  \\xe4" in cast(io.BytesIO, console.buffer).getvalue()
