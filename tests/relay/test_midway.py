@@ -6,7 +6,9 @@ from headrace.comm.messages import LoadReport
 from headrace.relay.midway import STARVED, takes_midway
 
 
-def load(version: int = 3, running: int = 4, waiting: int = 0, at_tools: int = 0, peak: int = 10, bound: int = 9) -> LoadReport:
+def load(
+    version: int = 3, running: int = 4, waiting: int = 0, at_tools: int = 0, peak: int = 10, bound: int = 9
+) -> LoadReport:
     return LoadReport(
         version=version, num_running=running, num_waiting=waiting, kv_util=0.0, tokens=0, busy_s=1.0, idle_s=0.0,
         pull_s=0.0, num_at_tools=at_tools, peak_running=peak, batch_bound=bound,
