@@ -23,12 +23,15 @@ _AT_TOOLS = 0.5
 def takes_midway(load: "LoadReport", others: Iterable["LoadReport"], newest: int, starved_share: float) -> bool:
     """Whether a rollout takes version `newest` now, with unfinished trajectories.
 
-    It does where the trainer starves, the rollout is behind and decodes few trajectories, and repack cannot take them from it: no other
-    rollout works on its version, or many of its trajectories wait for tools.
+    It does where the trainer starves, the rollout is behind and decodes few trajectories, and repack cannot take them from it: it or
+    each other one with work on its version cannot move trajectories, or many of its trajectories wait for tools. `others`: those
+    that repack may move trajectories to, none where it is off.
     """
     is_behind = load.num_unfinished > 0 and load.version < newest
     if starved_share <= STARVED or not is_behind or load.num_running >= _FEW * load.peak_running:
         return False
     if load.num_at_tools >= _AT_TOOLS * load.num_unfinished:
         return True
-    return not any(other.version == load.version and other.num_unfinished for other in others)
+    return not load.batch_bound or not any(
+        other.batch_bound and other.version == load.version and other.num_unfinished for other in others
+    )

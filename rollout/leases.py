@@ -1,13 +1,14 @@
 """The leases of a rollout: it requests them from the hub, and holds their trajectories until they are finished."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from ..comm.clock import REAL_TIME, Clock
-from ..comm.messages import HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, PromptRefused
+from ..comm.messages import GroupId, HeldRows, Lease, LeaseGrant, LeaseRequest, LeaseReturn, PromptRefused
 from .leased_row import LeasedRow
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ class HeldLeases:
         pacing: "RolloutPacing",
         *,
         can_continue: bool = False,
+        is_bounded: bool = False,
         clock: Clock = REAL_TIME,
     ) -> None:
-        """`can_continue`: this rollout continues trajectories that another began."""
+        """`can_continue`: this rollout continues trajectories that another began. `is_bounded`: staleness has a bound."""
         self.held: dict[int, LeasedRow] = {}
         self._mailbox = mailbox
         self._samples_per_prompt = samples_per_prompt
@@ -46,6 +48,7 @@ class HeldLeases:
         self._window = 0
         """The newest of the hub's windows."""
         self.can_continue = can_continue
+        self._is_bounded = is_bounded
         self._evaluates = False
         """More prompts of an evaluation of the present version may be left."""
         # The ids of each incarnation are new: an answer to an earlier one may still be in the inbox.
@@ -136,8 +139,23 @@ class HeldLeases:
         return [
             held
             for lease, sample, held in again
-            if held is not None and held.completion is None and held.version < _planned(lease, sample, grant.version)
+            if held is not None and held.completion is None and not self._may_go_on(held, lease, grant.version)
         ]
+
+    def own(self, grant: LeaseGrant) -> set[GroupId]:
+        """The groups of a grant with samples that are held here already, since the hub took this rollout for dead."""
+        return {
+            lease.group
+            for lease in grant.leases
+            if any(lease.group.row(sample).number in self.held for sample in lease.samples)
+        }
+
+    def give_back(self, grant: LeaseGrant, is_refused: Callable[[GroupId], bool]) -> LeaseGrant:
+        """Return the leases of some groups of a new grant; returns the grant with the others."""
+        self._granted = grant.request_id
+        if refused := [lease for lease in grant.leases if is_refused(lease.group)]:
+            self._return(replace(grant, leases=refused))
+        return replace(grant, leases=[lease for lease in grant.leases if not is_refused(lease.group)])
 
     def is_answered(self, grant: LeaseGrant) -> bool:
         """Whether this request has had an answer before."""
@@ -165,7 +183,7 @@ class HeldLeases:
         for sample in lease.samples:
             row_id = lease.group.row(sample)
             held = self.held.get(row_id.number)
-            if held is not None and held.version >= _planned(lease, sample, granted):
+            if held is not None and self._may_go_on(held, lease, granted):
                 # The hub took this rollout for dead and then leased it its own row: generation continues.
                 held.attempt = lease.attempt
                 held.claim_id = 0
@@ -173,6 +191,13 @@ class HeldLeases:
                 fresh.append(LeasedRow(row_id, lease.attempt, version, row))
         self.held |= {held.row_id.number: held for held in fresh}
         return fresh
+
+    def _may_go_on(self, held: LeasedRow, lease: Lease, granted: int) -> bool:
+        """Whether a row held goes on as a new lease: it is no older than the hub has planned, or its age does not matter."""
+        if self.mixes_versions and not self._is_bounded:
+            return True
+        partials = (first.version for first in lease.partials if first.row.sample == held.row_id.sample)
+        return held.version >= next(partials, granted)
 
     def _note_answer(self, grant: LeaseGrant) -> None:
         self._answered = grant.request_id
@@ -187,8 +212,3 @@ class HeldLeases:
     def _send(self) -> None:
         self._asked_at = self._clock.now()
         self._mailbox.send("hub", self._request)
-
-
-def _planned(lease: Lease, sample: int, version: int) -> int:
-    """The version from which the hub counts the age of a sample that it leases on `version`."""
-    return next((first.version for first in lease.partials if first.row.sample == sample), version)

@@ -67,7 +67,10 @@ class Rollout:
         self._clock = clock or REAL_TIME
         streams = generator.can_stream and recipe.rollout.stream_tokens > 0
         settings = (recipe.batch.samples_per_prompt, self._pacing)
-        self.leases = HeldLeases(self._mailbox, fleet.incarnation, *settings, can_continue=streams, clock=self._clock)
+        self.leases = HeldLeases(
+            self._mailbox, fleet.incarnation, *settings, can_continue=streams, clock=self._clock,
+            is_bounded=recipe.queue.max_staleness is not None,
+        )  # fmt: skip
         self._storage = ReplicatedRows(fleet)
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
         self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
@@ -140,14 +143,18 @@ class Rollout:
         """Start the groups of a grant, on the newest version if nothing runs; begun ones and evaluations on their own."""
         is_begun = any(lease.partials for lease in grant.leases) and not self._pacing.rules.mixes_versions
         is_pinned = is_begun or grant.is_evaluation
-        if is_pinned and not self.leases.is_answered(grant) and not self._has_version(grant):
-            return
-        if not is_pinned:
-            self._update_weights()  # a version may have come out since the last turn
         if too_old := self.leases.too_old(grant):
             self._drop(too_old)
-            self.leases.refuse(grant, is_gone=False)
-            return
+            grant = self.leases.give_back(grant, lambda group: group in {held.row_id.group for held in too_old})
+        if is_pinned and not self.leases.is_answered(grant):
+            is_older = is_begun and grant.version < self.generator.weights.version
+            if is_older and (own := self.leases.own(grant)):
+                # They go on under the newer weights. A refusal would bring the same grant again, until they have ended.
+                grant = self.leases.give_back(grant, lambda group: group not in own)
+            elif grant.leases and not self._has_version(grant):
+                return
+        if not is_pinned:
+            self._update_weights()  # a version may have come out since the last turn
         for lease, fresh in self.leases.take(grant, self.generator.weights.version):
             self._start_group(lease, fresh)
 
@@ -209,10 +216,13 @@ class Rollout:
         started = self._clock.now()
         self._trace.enter("pull")
         pulled = self.generator.take_weights(self._recipe.comm.deadline_s, version)
-        unfinished = self.generator.unfinished()
-        for live in unfinished:
-            self.leases.held[live.trajectory_id].switches.append((live.num_tokens, pulled.version))
-        self._mailbox.send("hub", replace(pulled, num_unfinished=len(unfinished), is_ordered=is_ordered))
+        num_unfinished = 0
+        for live in self.generator.unfinished():
+            # One that was dropped as its turn ended stays in the generator until the next step.
+            if (held := self.leases.held.get(live.trajectory_id)) is not None:
+                held.switches.append((live.num_tokens, pulled.version))
+                num_unfinished += 1
+        self._mailbox.send("hub", replace(pulled, num_unfinished=num_unfinished, is_ordered=is_ordered))
         self.leases.begin_version(pulled.version)
         self._totals.peak_running = 0
         self._totals.pull_s = self._clock.now() - started

@@ -80,7 +80,7 @@ class Hub:
         self.leases = Leases(self.context, self.prompts, admission, self.partials, self.evaluations)
         self.saved_queue = SavedQueue(self.context, self.prompts, admission, self.partials, clock)
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
-        self.midway = Midway(self.context, admission)
+        self.midway = Midway(self.context, admission, repacks=repack.is_enabled)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
         self.health = Health(self.context, queue, admission.per_step, dispatcher, self.fleet_stats, clock, patience_s)
         # Rows are handed out before groups are leased, since that makes room in the queue.

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 class Midway(Handler):
     """The last report of each rollout."""
 
-    def __init__(self, context: HubContext, admission: "Admission") -> None:
+    def __init__(self, context: HubContext, admission: "Admission", *, repacks: bool) -> None:
+        """`repacks`: trajectories may move between rollouts."""
         super().__init__(context)
         self.routes = {}
         self._admission = admission
+        self._repacks = repacks
         self._loads: dict[str, LoadReport] = {}
 
     def observe(self, sender: str, load: LoadReport) -> None:
@@ -30,13 +32,16 @@ class Midway(Handler):
         """
         self._loads[sender] = load
         state = self.state
-        is_possible = self._admission.schedule.switches_if_starved and not state.evaluations.open
-        if not is_possible or sender in state.drained or not self.context.is_leasing:
+        is_possible = self._admission.schedule.switches_if_starved and sender not in state.drained
+        if not is_possible or not self.context.is_leasing:
             return
-        others = (other for name, other in self._loads.items() if name != sender)
-        if takes_midway(load, others, state.version, state.window.starved_share) and self._admission.may_lease(
-            state, state.version
-        ):
+        # One without leases has left, or is about to take new weights.
+        others = [name for name in state.held if name != sender] if self._repacks else []
+        loads = [self._loads[name] for name in others if name in self._loads]
+        if not takes_midway(load, loads, state.version, state.window.starved_share) or len(loads) < len(others):
+            return  # a rollout that this process of the hub has not heard of may take the trajectories
+        # The count of open samples takes a while.
+        if self._admission.may_lease(state, state.version) and not state.evaluations.open:
             self.context.mailbox.send(sender, SwitchWeights(load.version))
 
     def on_process_death(self, process: str, reason: str) -> None:

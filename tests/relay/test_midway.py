@@ -6,10 +6,12 @@ from headrace.comm.messages import LoadReport
 from headrace.relay.midway import STARVED, takes_midway
 
 
-def load(version: int = 3, running: int = 4, waiting: int = 0, at_tools: int = 0, peak: int = 10) -> LoadReport:
+def load(
+    version: int = 3, running: int = 4, waiting: int = 0, at_tools: int = 0, peak: int = 10, bound: int = 9
+) -> LoadReport:
     return LoadReport(
         version=version, num_running=running, num_waiting=waiting, kv_util=0.0, tokens=0, busy_s=1.0, idle_s=0.0,
-        pull_s=0.0, num_at_tools=at_tools, peak_running=peak,
+        pull_s=0.0, num_at_tools=at_tools, peak_running=peak, batch_bound=bound,
     )  # fmt: skip
 
 
@@ -38,6 +40,11 @@ def test_it_keeps_its_version_while_it_decodes_half_of_its_peak(running: int, ex
 def test_it_keeps_its_version_while_another_rollout_works_on_it_which_repack_moves_its_trajectories_to():
     assert not is_due(load(), load(running=1))
     assert is_due(load(), load(running=0)), "the other one has nothing left"
+
+
+def test_beside_others_of_its_version_it_takes_new_weights_where_either_side_cannot_move_trajectories():
+    assert is_due(load(bound=0), load()) and is_due(load(), load(bound=0))
+    assert not is_due(load(), load(bound=0), load())
 
 
 @pytest.mark.parametrize(

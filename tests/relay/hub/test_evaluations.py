@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.hub_scene import Scene
 
 from headrace.comm.messages import (
@@ -199,6 +200,7 @@ def test_no_rollout_is_ordered_to_take_new_weights_midway_until_the_evaluation_i
     load = LoadReport(
         version=0, num_running=1, num_waiting=0, kv_util=0, tokens=0, busy_s=1, idle_s=0, pull_s=0, peak_running=9
     )
+    s.say("rollout-0", replace(load, version=1))
     s.say("rollout-1", load)
     assert s.heard("rollout-1") == []
     while grant and grant.leases:

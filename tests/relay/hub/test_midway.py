@@ -9,7 +9,9 @@ from support.hub_scene import Scene
 
 from headrace.comm.messages import DrainRequested, LoadReport, Message, VersionReady, WeightsPulled
 from headrace.comm.messages.weights import SwitchWeights
+from headrace.comm.recipe import RepackSettings
 from headrace.relay.journal import events as ev
+from headrace.relay.journal.records import EvaluationLog
 from headrace.relay.journal.replay import replay
 
 
@@ -25,9 +27,13 @@ class Starving(Scene):
 
     def orders(self, **load: int) -> list[Message]:
         """What rollout-0 is told after a report of one trajectory that decodes, of ten before, on version 0."""
-        counts = {"version": 0, "num_running": 1, "num_waiting": 0, "num_at_tools": 0, "peak_running": 10} | load
-        self.say("rollout-0", LoadReport(**counts, kv_util=0.0, tokens=0, busy_s=1.0, idle_s=0.0, pull_s=0.0))  # pyright: ignore[reportCallIssue]
+        self.report("rollout-0", **load)
         return self.heard("rollout-0")
+
+    def report(self, sender: str, **load: int) -> None:
+        counts = {"version": 0, "num_running": 1, "num_waiting": 0, "num_at_tools": 0, "peak_running": 10} | load
+        load_report = LoadReport(**counts, kv_util=0.0, tokens=0, busy_s=1.0, idle_s=0.0, pull_s=0.0, batch_bound=16)  # pyright: ignore[reportCallIssue]
+        self.say(sender, load_report)
 
 
 Make = Callable[..., Starving]
@@ -61,6 +67,7 @@ def test_a_trainer_that_has_work_needs_no_order(make: Make):
 def test_a_rollout_that_would_get_no_new_group_keeps_its_version(make: Make):
     scene = make()
     scene.lease("rollout-1", num_groups=3)
+    scene.report("rollout-1", version=1)
     assert scene.orders() == [], "the queue is full"
 
 
@@ -79,13 +86,48 @@ def test_a_rollout_that_leaves_the_run_keeps_its_version(make: Make):
 
 def test_the_report_of_a_dead_rollout_holds_no_other_one_back(make: Make):
     scene = make()
-    scene.say(
-        "rollout-1",
-        LoadReport(version=0, num_running=1, num_waiting=0, kv_util=0, tokens=0, busy_s=0, idle_s=0, pull_s=0),
-    )
+    scene.lease("rollout-1")
+    scene.report("rollout-1")
     assert scene.orders() == []
     scene.hub.on_process_death("rollout-1", "dead")
     assert scene.orders() == [SwitchWeights(0)]
+
+
+def test_the_report_of_a_rollout_that_has_left_holds_no_other_one_back(make: Make):
+    scene = make()
+    grant = scene.lease("rollout-1")
+    scene.report("rollout-1")
+    scene.say("launcher", DrainRequested("rollout-1"))
+    assert scene.orders() == [], "it still works"
+    scene.finish(grant, "rollout-1")
+    assert scene.orders() == [SwitchWeights(0)]
+
+
+def test_no_order_is_given_until_every_rollout_with_leases_has_reported_to_this_process_of_the_hub(make: Make):
+    scene = make()
+    scene.lease("rollout-1")
+    assert scene.orders() == [], "repack may be able to help"
+    scene.report("rollout-1", version=1)
+    assert scene.orders() == [SwitchWeights(0)]
+
+
+def test_where_no_trajectory_moves_rollouts_of_one_version_do_not_hold_each_other_back(make: Make):
+    scene = make(repack=RepackSettings(period_s=0))
+    scene.lease("rollout-1")
+    scene.report("rollout-1")
+    assert scene.orders() == [SwitchWeights(0)]
+
+
+def test_a_report_that_brings_no_order_does_not_count_the_samples_of_an_evaluation(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    def count(log: EvaluationLog) -> int:
+        raise AssertionError("all groups of the evaluation are looked at")
+
+    scene = make()
+    scene.hub.state.window.starved_s = 0.0
+    monkeypatch.setattr(EvaluationLog, "open", property(count))
+    assert scene.orders() == []
 
 
 def test_the_journal_counts_what_continues_on_new_weights_by_its_reason(make: Make):
