@@ -12,10 +12,10 @@ L that a trainer starves.
 The margin is so many standard deviations of a Poisson number of mean a, or more, which is learned. A step that starved although the
 window was full widens the window by the share of time that was lost, at most a quarter, and once in a latency: before that, groups that
 were leased for the last widening have not come. A step that did not starve lowers the margin by a part of the ready groups that were
-never needed. A window that rollouts have no room for is never much wider than what is under way.
+never needed. Where rollouts have no room for the window, the margin adds little to what is under way.
 
-Time in which no row became ready for several times the usual time is a stall, and does not count for L. Nor does the time until the
-first row, in which rollouts also start, nor do groups of which rows came back or were lost.
+Time in which no row became ready for several times the usual time is a stall, and does not count for L, unless there is one stall
+after the other. Nor does the time until the first row, in which rollouts also start, nor do groups of which rows came back or were lost.
 """
 
 import math
@@ -36,13 +36,19 @@ _WIDEST_RAISE = 0.25
 _USED = 0.9
 """The share of the window that was under way where rollouts have room for all of it."""
 _ROOM = 1.25
-"""Times the most groups under way to which the window is bound where they have not."""
+"""Times the most groups under way beyond which the margin does not widen the window where they have not."""
 _GROWTH = 4.0
-"""The same where they have: the first measurements may be of a faulty start."""
+"""Times the most groups under way to which the window is bound: the first measurements may be of a faulty start."""
 _SPARE = 1 / 64
 """The share of a step's groups that stays ready."""
 _STALL = 4
 """Times the usual time of a group and a step without a row that becomes ready, after which generation counts as stalled."""
+_STALLS = 4
+"""Stalls in a row, after which such times are the usual ones: all groups may begin and end together."""
+_APART = 2
+"""Times the groups over which L is measured, which end between two stalls that are not in a row."""
+_LONGEST = 2
+"""Times the highest age at which a group ended, beyond which one that still lives says nothing about L: it may never end."""
 _LEAST_SAMPLE = 64
 """Groups that ended, over which L is measured, where fewer are in generation."""
 _LOOKS = 8
@@ -61,8 +67,8 @@ class Window:
     """L: mean seconds from the lease of a group until it is generated."""
     margin: float = 0.0
     """The margin that was learned."""
-    room: float = math.inf
-    """The widest window that rollouts have room for, as far as it is known."""
+    has_room: bool = True
+    """Whether rollouts had room for the whole window lately."""
     step_s: float = 0.0
     """Seconds that the trainer works in a step; 0 until one was measured."""
     publish_s: float = 0.0
@@ -77,6 +83,10 @@ class Window:
     """Seconds of generation since then."""
     has_rows: bool = False
     """Whether a row has become ready since the start: rollouts start, too, before the first one."""
+    num_stalls: int = 0
+    """Stalls in a row."""
+    num_since_stall: int = 0
+    """Groups that have ended since the last one."""
     raised_at: float = 0.0
     """The clock when the margin was raised."""
     began: dict[GroupId, float] = field(default_factory=dict)
@@ -89,10 +99,10 @@ class Window:
     """Groups that were generated since L was measured."""
     num_measured: int = 0
     """Steps that were measured."""
-    num_trained: float = 0.0
-    """Groups that were trained lately; earlier ones fade."""
+    num_generated: float = 0.0
+    """Groups that were generated lately; earlier ones fade."""
     num_dropped: float = 0.0
-    """Groups that were generated for nothing, in the same way."""
+    """Those of them that were generated for nothing."""
     elapsed_s: float = 0.0
     """Seconds since the last step ended; the time by which a clock is set back is not taken off."""
     dry_s: float = 0.0
@@ -125,7 +135,8 @@ class Window:
         """a: groups in generation for a trainer that always works; 0 until its rate is known."""
         if not self.group_s:
             return 0.0
-        return self.latency_s / self.group_s * (1 + self.num_dropped / self.num_trained)
+        num_kept = self.num_generated - self.num_dropped
+        return self.latency_s / self.group_s * (self.num_generated + 1) / (num_kept + 1)
 
     @property
     def _sample(self) -> int:
@@ -135,11 +146,13 @@ class Window:
     def open(self) -> None:
         """Begin after a start or a restart of the run: the step in progress has no measure, since the queue is empty."""
         self.per_step = 0
+        self.starved_s = 0.0
 
     def restart(self) -> None:
         """No group is in generation any more."""
         self.began.clear()
         self.has_rows = False
+        self.silent_s = 0.0
         self.open()
 
     def pass_time(
@@ -169,8 +182,11 @@ class Window:
 
     def row_ready(self) -> None:
         """A row became ready, or failed."""
-        is_usual = self.silent_s <= _STALL * (self.latency_s + self.step_s)
-        if self.has_rows and (is_usual or not self.latency_s):
+        is_stall = 0 < _STALL * (self.latency_s + self.step_s) < self.silent_s and self.latency_s > 0
+        if is_stall:
+            self.num_stalls = self.num_stalls + 1 if self.num_since_stall <= _APART * self._sample else 1
+            self.num_since_stall = 0
+        if self.has_rows and (not is_stall or self.num_stalls > _STALLS):
             self.clock += self.silent_s
         else:
             self.began = {group: min(at, self.clock) for group, at in self.began.items()}
@@ -182,6 +198,8 @@ class Window:
         if (at := self.began.pop(group, None)) is None:
             return
         self.ended.append((at, self.clock - at))
+        self._count()
+        self.num_since_stall += 1
         self.num_ended += 1
         if self.num_ended * _LOOKS >= self._sample:
             self._measure()
@@ -192,16 +210,21 @@ class Window:
 
     def drop(self, group: GroupId) -> None:
         """A group was generated for nothing."""
-        self.forget(group)
-        self.num_dropped += 1
+        if self.began.pop(group, None) is not None:  # else it has ended before
+            self._count()
+        self.num_dropped = min(self.num_dropped + 1, self.num_generated)
+
+    def _count(self) -> None:
+        """One more group is generated."""
+        kept = 1 - 1 / self._sample
+        self.num_generated = kept * self.num_generated + 1
+        self.num_dropped *= kept
 
     def end_step(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """A step of `num_groups` ended, in which the trainer worked and waited for so long; no work means not known."""
         gain = min(GAIN, num_groups / max(len(self.began), 1))
-        self.num_trained = (1 - gain) * self.num_trained + num_groups
-        self.num_dropped *= 1 - gain
         self.peak = max(self.most_queued, self.peak + gain * (self.most_queued - self.peak))
-        if busy_s > 0 and (self.per_step or not self.num_measured):
+        if busy_s > 0 and num_groups and (self.per_step or not self.num_measured):
             # The first step also starts the trainer, so the second one takes its place.
             self.group_s += (gain if self.num_measured > 1 else 1.0) * (busy_s / num_groups - self.group_s)
             self.step_s = self.group_s * num_groups
@@ -221,8 +244,7 @@ class Window:
     def _learn(self, num_groups: int, busy_s: float, waited_s: float) -> None:
         """Raise or lower the margin, if the window was known before the step."""
         was = self.limit
-        is_used = math.isinf(was) or self.peak >= _USED * was
-        self.room = (_GROWTH if is_used else _ROOM) * self.peak
+        self.has_room = math.isinf(was) or self.peak >= _USED * was
         self._choose()
         if math.isinf(was):
             return
@@ -249,15 +271,20 @@ class Window:
 
     def _choose(self) -> None:
         """Set the limit by what was measured and learned."""
-        if needed := self.in_generation:
-            self.limit = min(needed + max(_DEVIATIONS * math.sqrt(needed), self.margin), self.room)
+        if not (needed := self.in_generation):
+            return
+        wide = needed + max(_DEVIATIONS * math.sqrt(needed), self.margin)
+        if not self.has_room:
+            # Never below `needed`: rollouts that drain for a version have less under way than they will have.
+            wide = max(needed, min(wide, _ROOM * self.peak))
+        self.limit = min(wide, _GROWTH * self.peak) if self.peak else wide
 
 
 def mean_latency(before_s: np.ndarray, ages_s: np.ndarray, num_alive: int) -> float:
     """The mean lifetime by the ends among lives that were seen from the age `before_s` on, until their age `ages_s`.
 
-    The first `num_alive` have not ended. It is the integral of S(t) up to the highest age, and S(t) is the product over the ends
-    before t of 1 - 1/n, where n lives were seen at that age (Kaplan and Meier, 1958). One more is counted, which never ends: so the
+    The first `num_alive` have not ended. It is the integral of S(t) up to the highest age, or twice that of the last end, and S(t) is
+    the product over the ends before t of 1 - 1/n, where n lives were seen at that age (Kaplan and Meier, 1958). One more is counted, which never ends: so the
     end of the only one that was seen at its age is not taken for that of all.
     """
     ends = np.sort(ages_s[num_alive:])
@@ -265,8 +292,10 @@ def mean_latency(before_s: np.ndarray, ages_s: np.ndarray, num_alive: int) -> fl
     num_unseen = len(ages_s) - np.searchsorted(np.sort(before_s), ends, side="right")
     num_before = np.arange(len(ends)) - np.searchsorted(ends, ends)  # of the same age
     alive = np.cumprod(1 - 1 / (1 + num_older - num_unseen - num_before))
-    times = np.append(ends, np.max(ages_s, initial=0.0))
-    return float(np.append(1.0, alive) @ np.diff(times, prepend=0.0))
+    longest = np.max(ages_s, initial=0.0)
+    times = np.append(ends, min(longest, _LONGEST * ends[-1]) if len(ends) else longest)
+    # Not a dot product, whose last digits depend on the processor: a replay has the same state everywhere.
+    return math.fsum(np.append(1.0, alive) * np.diff(times, prepend=0.0))
 
 
 def _smoothed(before: float, measured: float) -> float:

@@ -178,9 +178,9 @@ def test_a_run_that_fills_does_not_wind_up():
     assert line.widest <= 1.8 * 10 / GROUP_S
 
 
-def test_where_rollouts_have_no_room_for_it_the_window_is_little_wider_than_what_is_under_way():
+def test_where_rollouts_have_no_room_for_it_the_window_has_no_margin_beyond_what_is_needed():
     line = Line(some_seconds, room=40).run(300)
-    assert line.window.limit <= 1.25 * line.most_queued and line.most_queued <= 45
+    assert line.window.limit <= max(line.window.in_generation, 1.25 * line.most_queued) and line.most_queued <= 45
 
 
 def test_groups_that_are_filtered_out_are_generated_too():
@@ -400,3 +400,65 @@ def test_a_slow_reference_leaves_the_window_as_it_is():
         window.row_ready()
         window.end_step(PER_STEP, 1.0, 3.0)
     assert window.starved_s == 0 and window.limit == pytest.approx(before, rel=0.05)
+
+
+def test_a_window_of_which_rollouts_that_drain_use_half_does_not_shrink_below_what_the_trainer_needs():
+    line = Line(some_seconds).run(100)
+    window = line.window
+    needed = window.in_generation
+    for _ in range(50):  # less than .9 of the window was under way in each step
+        window.most_queued = round(needed / 2)
+        window.peak = needed / 2
+        window.end_step(PER_STEP, PER_STEP * GROUP_S, 0.0)
+    assert not window.has_room and window.limit == pytest.approx(needed, rel=0.05)
+
+
+def test_the_latency_is_equal_to_the_last_bit_on_each_processor():
+    random = Random(7)
+    ages = [random.lognormvariate(3, 1) for _ in range(300)]
+    found = mean_of(ages[:100], ages[100:], [age * random.random() for age in ages])
+    alive, last = 1.0, 0.0
+    parts: list[float] = []
+    begun = Random(7)
+    assert [begun.lognormvariate(3, 1) for _ in range(300)] == ages
+    before = [age * begun.random() for age in ages]
+    ends = sorted(ages[100:])
+    for end in ends:
+        parts.append(alive * (end - last))
+        num_seen = sum(age >= end for age in ages) - sum(first >= end for first in before)
+        alive, last = alive * (1 - 1 / (1 + num_seen)), end
+    parts.append(alive * (min(max(ages), 2 * last) - last))
+    assert found == math.fsum(parts)
+
+
+def test_after_steps_whose_groups_were_nearly_all_filtered_out_the_window_is_soon_as_long_as_before():
+    line = Line(some_seconds).run(100)
+    usual = line.window.limit
+    line.dropped = 0.9
+    line.run(200)
+    assert line.window.limit > 3 * usual
+    line.dropped = 0.0
+    line.run(100)
+    assert line.window.limit < 1.5 * usual
+
+
+def test_a_latency_is_learned_though_all_groups_begin_and_end_together():
+    line = Line(lambda random: 5 + 0.05 * random.random(), room=64).run(100)
+    line.latency_s = lambda random: 60 + random.random()
+    line.run(1500)
+    assert line.window.latency_s > 30
+
+
+def test_a_group_that_never_ends_does_not_widen_the_window_for_ever():
+    line = Line(some_seconds).run(100)
+    line.window.lease(GroupId(1, 0))
+    usual = line.window.limit
+    line.run(1000)
+    assert line.window.limit < 1.3 * usual
+
+
+def test_a_step_without_groups_is_not_measured():
+    line = Line(some_seconds).run(100)
+    usual = line.window.limit
+    line.window.end_step(0, 1.0, 0.0)
+    assert line.window.limit == usual

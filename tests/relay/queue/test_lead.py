@@ -108,4 +108,5 @@ def test_a_lead_that_follows_the_trainer_costs_no_throughput_and_lowers_stalenes
         assert replay(tmp_path / str(lead) / "journal.jsonl") == run.hub.state, "the journal gives the same window"
     (speed, lag), (full_speed, full_lag) = found.values()
     assert speed >= 0.99 * full_speed
-    assert lag <= min(staleness, full_lag + 0.1)
+    # Where the rollouts are slower, the window has what the trainer needs, which they have no room for.
+    assert lag <= min(staleness, full_lag + 0.2)
