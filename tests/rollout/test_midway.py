@@ -131,7 +131,7 @@ def was_leased_again(play: Play, rollout: ManualRollout, before: list[LeasedRow]
 def returns(play: Play) -> list[GroupId]:
     """The groups that rollouts gave back."""
     events = [event for _, event in read_events(play.path)]
-    return [event.group for event in events if isinstance(event, ev.Returned) and not event.died]
+    return [event.group for event in events if isinstance(event, ev.Returned) and "switched" in event.reason]
 
 
 def test_a_trajectory_that_was_dropped_as_its_turn_ended_takes_no_new_weights(stage: Stage):

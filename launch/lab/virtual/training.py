@@ -66,8 +66,14 @@ class VirtualStream:
         if self._step < self._num_steps and len(self._ahead) < PLACES and not self._is_asking:
             self._is_asking = True
             place = (self._step, self._received)
-            sizes = {"max_tokens": self._micro_tokens, "least_tokens": self._least_tokens}
-            self._mailbox.send("hub", RequestRows(next(self._request_ids), [TRAIN], *place, **sizes))
+            request = RequestRows(
+                next(self._request_ids),
+                [TRAIN],
+                *place,
+                max_tokens=self._micro_tokens,
+                least_tokens=self._least_tokens,
+            )
+            self._mailbox.send("hub", request)
 
     def _batch(self, answer: TrainBatch) -> Batch:
         """A batch with only the columns that the statistics of an emulated trainer read."""
