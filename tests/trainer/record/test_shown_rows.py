@@ -54,7 +54,7 @@ def test_rows_beyond_the_bound_on_tokens_leave_their_rank_without_the_numbers_of
         rows = [batch.rows[rank::2]]
         half = halves[rank]
         half.add(Batch(batch.row_batch, rows, {row.key: batch.columns[row.key] for row in rows[0]}))
-    all_lengths = np.add(*(half._lengths() for half in halves)).tolist()
+    all_lengths = np.sum([half._lengths() for half in halves], axis=0).tolist()
     for rank in (1, 0):
         group = ActorGroup(rank, 2, torch.device("cpu"), 10)
         monkeypatch.setattr(group, "all_reduce_sum", lambda _: all_lengths)
