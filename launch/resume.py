@@ -21,7 +21,7 @@ from ..relay.journal.files import JournalError
 from ..relay.journal.journal import Journal
 from ..relay.weights.copies_on_disk import FOLDER as MEMORY
 from ..relay.weights.copies_on_disk import CopiesOnDisk
-from ..trainer.record.samples_file import SAMPLES_FILE
+from ..trainer.record.samples_file import SAMPLES_FILE, whole_lines
 from .config.device_defaults import changed_type
 from .config.load import read_recipe
 from .config.run_folder import CONFIG_FILE, JOURNAL_FILE, JOURNAL_FOLDER, METRICS_FILE, SUMMARY_FILE, read_summary
@@ -207,12 +207,9 @@ def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
     number = _free_number(run_dir)
     folder = CheckpointFolder(run_dir)
     journal = run_dir / JOURNAL_FILE
-    metrics = run_dir / METRICS_FILE
     if Journal.is_in_use(journal):
         raise SettingError(f"run.dir: {journal} is in use by another process; end that run, or set another run.dir")
-    # Of the steps that are given up; the trainer cuts them off.
-    if rest := list(_lines_from(metrics, point.step)):
-        _discarded(metrics, number).write_bytes(b"".join(rest))
+    _keep_ends(run_dir, point.step, number)
     given_up = {path: step for path, step in saved_steps(run_dir) if step >= point.step}
     num_trained = steps_in(journal).num_trained
     if given_up and num_trained > point.step:
@@ -237,6 +234,17 @@ def _cut_folder(run_dir: Path, point: ResumePoint) -> None:
         folder.clear_latest()
     else:
         folder.set_latest(point.checkpoint)
+
+
+def _keep_ends(run_dir: Path, step: int, number: int) -> None:
+    """Copy the metrics and samples of the steps that are given up, from `step` on, counted from 0; the trainer cuts them off."""
+    metrics, samples = run_dir / METRICS_FILE, run_dir / SAMPLES_FILE
+    for path, lines in (
+        (metrics, _lines_from(metrics, step)),
+        (samples, whole_lines(samples, lambda each: each > step)),
+    ):
+        if rest := list(lines):
+            _discarded(path, number).write_bytes(b"".join(rest))
 
 
 def _lines_from(metrics: Path, step: int) -> Iterator[bytes]:

@@ -215,21 +215,33 @@ class ActorGroup:
 
     def union(self, names: Iterable[str]) -> list[str]:
         """The names of all ranks, sorted; a collective."""
-        parts = self.gather(json.dumps(sorted(names)).encode())
-        return sorted({name for part in parts for name in json.loads(part)})
+        text = json.dumps(sorted(names)).encode()
+        length = int(self.all_reduce_max([len(text)])[0])
+        texts = torch.zeros(self.size, length, dtype=torch.uint8)
+        texts[self.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if self.size > 1:
+            dist.all_reduce(texts, dist.ReduceOp.SUM)
+        return sorted({name for row in texts for name in json.loads(row.numpy().tobytes().rstrip(b"\0"))})
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, in the order of the ranks, and not empty; a collective."""
+        """The bytes of all ranks, in the order of the ranks, on rank 0, and nothing on the others; a collective.
+
+        A rank without bytes sends nothing. So this costs what is sent, and not the longest part for each rank, as `dist.gather` does.
+        """
         if self.size == 1:
             return [data]
-        lengths = [
-            int(length) for length in self.all_reduce_sum([len(data) * (i == self.rank) for i in range(self.size)])
-        ]
-        own = torch.zeros(max(lengths), dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty_like(own) for _ in lengths]
-        dist.all_gather(parts, own)
-        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+        lengths = self.all_reduce_sum([float(len(data) * (rank == self.rank)) for rank in range(self.size)])
+        if not self.is_lead:
+            if data:
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
+            return []
+        parts = [data]
+        for rank, length in enumerate(lengths[1:], 1):
+            part = torch.empty(int(length), dtype=torch.uint8)
+            if length:
+                dist.recv(part, rank)
+            parts.append(part.numpy().tobytes())
+        return parts
 
     def close(self) -> None:
         self._is_closed.set()

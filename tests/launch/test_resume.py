@@ -55,6 +55,15 @@ def test_a_run_continues_after_its_last_step_from_the_newest_checkpoint_and_the_
     assert "step_4; steps 5 to 6 are trained again from rows/" in lines[1] and len(lines) == 2
 
 
+def test_metrics_and_samples_of_steps_that_are_given_up_are_kept_under_other_names(run_dir: Path):
+    save_rows(run_dir, 4)
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(6)))
+    (run_dir / "samples.jsonl").write_text("".join(f'{{"step":{step},"sample":0}}\n' for step in range(1, 7)))
+    prepare_folder(recipe_of(run_dir))
+    assert (run_dir / "metrics.jsonl.discarded-1").read_text() == '{"step": 5}\n'
+    assert (run_dir / "samples.jsonl.discarded-1").read_text() == '{"step":6,"sample":0}\n'
+
+
 def test_steps_whose_rows_are_missing_or_of_another_number_of_ranks_are_given_up_for_a_checkpoint(run_dir: Path):
     save_rows(run_dir, 4)
     step, checkpoint, lines, _ = choose_point(recipe_of(run_dir))

@@ -28,7 +28,7 @@ class SampleLines:
         names = [path.rpartition(":")[2] for path in recipe.environment.tools]
         self._tools = None if recipe.environment.path else names
 
-    def fields(self, step: int, sample: Sample, *, has_tokens: bool) -> dict[str, Any]:
+    def fields(self, step: int, sample: Sample) -> dict[str, Any]:
         """The line's fields in their order. step: the one that trained the sample, counted from 0, while the line counts from 1."""
         row = sample.row
         notes = msgspec.json.decode(sample.info)
@@ -47,18 +47,18 @@ class SampleLines:
             "rewards": {name: value for name, value in metrics.items() if name in self._functions},
             "metrics": {name: value for name, value in metrics.items() if name not in self._functions},
             "notes": notes.get("extra", {}),
-            "advantage": self._advantage(sample),
+            "advantage": sample.advantage,
             "versions": sorted({*np.array(sample.versions)[own].tolist()}) or [row.version],
             "staleness": step - row.version,
             "finish": self._finish(sample, turns[-1]["text"] if turns else response),
             "num_prompt_tokens": len(sample.prompt_ids),
             "num_tokens": len(sample.response_ids),
-            "num_trained": None if sample.trained is None else sum(sample.trained),
+            "num_trained": sample.num_trained,
             "num_turns": max(sum(turn["by"] == "policy" for turn in turns), 1),
             "num_calls": len(calls),
             "num_failed_calls": sum(call["failed"] for call in calls),
             "turns": turns,
-            "tokens": self._tokens(sample, own) if has_tokens else None,
+            "tokens": None if sample.logprobs is None else self._tokens(sample, sample.logprobs, own),
         }
 
     def _turns(self, sample: Sample) -> list[dict[str, Any]]:
@@ -103,17 +103,9 @@ class SampleLines:
             return "cut"
         return "stop string" if any(stop in last_turn for stop in self._stops) else "ended"
 
-    def _advantage(self, sample: Sample) -> float | None:
-        """The mean over the tokens with a loss, over all if none has one."""
-        if sample.advantages is None or not sample.advantages:
-            return None
-        values = np.array(sample.advantages)
-        mask = np.array(sample.trained, bool)
-        return float(values[mask].mean() if mask.any() else values.mean())
-
-    def _tokens(self, sample: Sample, own: np.ndarray) -> dict[str, Any]:
+    def _tokens(self, sample: Sample, logprobs: list[float], own: np.ndarray) -> dict[str, Any]:
         """Columns with an entry for each token of the response; null for tokens that the policy did not draw."""
-        generator = np.array(sample.logprobs, np.float32)
+        generator = np.array(logprobs, np.float32)
         columns: dict[str, Any] = {
             "ids": sample.response_ids,
             "texts": self._texts.each(sample.response_ids),

@@ -17,8 +17,6 @@ from .shown_rows import ShownRows
 
 EVERY = 10
 """Steps from one step whose samples are shown to the next; the first step's are shown too."""
-MOST_TOKENS = 1 << 15
-"""Response tokens of a step with texts and log-probs of their own. Samples beyond have their text alone."""
 
 
 class SamplesLog:
@@ -74,12 +72,10 @@ class SamplesLog:
         self._file.close()
 
     def _write(self, to_lines: SampleLines, step: int, rows: ShownRows) -> None:
-        left = MOST_TOKENS
         lines: list[bytes] = []
         shown: list[dict[str, Any]] = []
         for sample in rows.found():
-            left -= len(sample.response_ids)
-            fields = to_lines.fields(step, sample, has_tokens=left >= 0)
+            fields = to_lines.fields(step, sample)
             lines.append(msgspec.json.encode(fields))
             shown.append(fields)
         self._file.write(lines)

@@ -1,6 +1,7 @@
 """The rows of a step that are recorded as samples: whole groups, with what the learner computed for their tokens."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,13 +9,16 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from ...comm.messages import TrainBatch
+from ...comm.messages import RowId, TrainBatch
 from ...comm.messages.queue import RowRef
 from ..batch import Trajectory, TrajectoryBatch
 
 if TYPE_CHECKING:
     from ...relay.queue.batch import Batch
     from ..actor_group import ActorGroup
+
+MOST_TOKENS = 1 << 15
+"""Response tokens of a step, of all ranks, with log-probs of their own. Samples beyond have their text alone."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,13 +34,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     from_policy: list[int]
     """1 for a token that the policy drew, 0 for one that an environment inserted."""
     versions: list[int]
-    logprobs: list[float]
-    """By the generator."""
+    logprobs: list[float] | None
+    """By the generator; None, as the other lists of numbers, for a sample beyond `MOST_TOKENS`."""
     is_cut: bool
     info: bytes
     """JSON: what the reward functions noted (`LeasedRow.info`)."""
-    trained: list[int] | None = None
-    """1 for a token with a loss."""
+    num_trained: int | None = None
+    """The tokens with a loss."""
+    advantage: float | None = None
+    """The mean over the tokens with a loss, over all if none has one."""
     advantages: list[float] | None = None
     trainer_logprobs: list[float] | None = None
     """By the policy in training, when it was first trained on the row in this step."""
@@ -52,13 +58,14 @@ class _Row:
     trajectory: Trajectory | None = None
     logprobs: Tensor | None = None
 
-    def sample(self) -> Sample:
-        """The row with its numbers in lists."""
+    def sample(self, *, has_tokens: bool) -> Sample:
+        """The row with its numbers in lists. has_tokens: also those of each token."""
         columns = self.columns
         ids = columns["response_ids"]
         versions = columns.get("versions", np.full(len(ids), self.row.version))
         info = columns.get("reward_info")
-        trained = self.trajectory
+        mask = None if self.trajectory is None else self.trajectory.loss_mask
+        advantages = None if self.trajectory is None else self.trajectory.advantages
         return Sample(
             place=self.place,
             row=self.row,
@@ -66,13 +73,21 @@ class _Row:
             response_ids=ids.tolist(),
             from_policy=columns["loss_mask"].tolist(),
             versions=versions.tolist(),
-            logprobs=columns["rollout_logprobs"].tolist(),
+            logprobs=columns["rollout_logprobs"].tolist() if has_tokens else None,
             is_cut=bool(columns["truncated"][0]),
             info=b"{}" if info is None else info.tobytes(),
-            trained=None if trained is None else trained.loss_mask.tolist(),
-            advantages=None if trained is None or trained.advantages is None else trained.advantages.tolist(),
-            trainer_logprobs=None if self.logprobs is None else self.logprobs.float().cpu().tolist(),
+            num_trained=None if mask is None else int(mask.sum()),
+            advantage=_advantage(mask, advantages),
+            advantages=advantages.tolist() if has_tokens and advantages is not None else None,
+            trainer_logprobs=self.logprobs.float().cpu().tolist() if has_tokens and self.logprobs is not None else None,
         )
+
+
+def _advantage(mask: np.ndarray | None, advantages: np.ndarray | None) -> float | None:
+    if mask is None or advantages is None or not len(advantages):
+        return None
+    values = advantages[mask.astype(bool)]
+    return float((values if len(values) else advantages).mean(dtype=np.float64))
 
 
 class ShownRows:
@@ -84,7 +99,10 @@ class ShownRows:
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
+        self._places: dict[str, tuple[int, RowId]] = {}
+        """Where the chosen rows of all ranks are in the step; the same on all ranks."""
         self._rows: dict[str, _Row] = {}
+        """Those of this rank."""
         self._of_trajectory: dict[int, _Row] = {}
         """By the object's identity: `_rows` keep the objects alive."""
         self._everywhere: list[Sample] | None = None
@@ -96,9 +114,10 @@ class ShownRows:
             return
         chosen = random.Random(taken.step).sample(range(taken.total), min(self._num_groups, taken.total))
         places = {group.group: place for place, group in enumerate(taken.groups, taken.first) if place in chosen}
+        self._places |= {row.key: (places[row.row.group], row.row) for row in taken.rows() if row.row.group in places}
         for row in batch.rows:
-            if (place := places.get(row.row.group)) is not None:
-                self._rows[row.key] = _Row(place, row, batch.columns[row.key])
+            if row.key in self._places:
+                self._rows[row.key] = _Row(self._places[row.key][0], row, batch.columns[row.key])
 
     def add_trajectories(self, batch: TrajectoryBatch) -> None:
         """Note the trajectories of a batch that was added, whose advantages may come later."""
@@ -118,16 +137,33 @@ class ShownRows:
                 row.logprobs = part
 
     def gather(self, group: "ActorGroup") -> None:
-        """Collect the rows of all ranks, of which rank 0 records them; a collective."""
-        if not self._num_groups or group.size == 1:
+        """Collect the rows of all ranks on rank 0, which records them; a collective."""
+        if not self._places or group.size == 1:
             return
-        parts = group.gather(msgspec.msgpack.encode([row.sample() for row in self._rows.values()]))
-        if group.is_lead:
-            self._everywhere = [sample for part in parts for sample in msgspec.msgpack.decode(part, type=list[Sample])]
+        samples = self._samples(group.all_reduce_sum(self._lengths()))
+        parts = group.gather(msgspec.msgpack.encode(samples) if samples else b"")
+        self._everywhere = [
+            sample for part in parts if part for sample in msgspec.msgpack.decode(part, type=list[Sample])
+        ]
 
     def found(self) -> list[Sample]:
         """The samples of all ranks after `gather`, group by group."""
         samples = self._everywhere
         if samples is None:
-            samples = [row.sample() for row in self._rows.values()]
+            samples = self._samples(self._lengths())
         return sorted(samples, key=lambda sample: (sample.place, sample.row.row))
+
+    def _lengths(self) -> list[float]:
+        """Response tokens of each chosen row, 0 for those of other ranks."""
+        rows = map(self._rows.get, self._places)
+        return [0.0 if row is None else float(len(row.columns["response_ids"])) for row in rows]
+
+    def _samples(self, lengths: Sequence[float]) -> list[Sample]:
+        """This rank's rows. lengths: response tokens of the chosen rows of all ranks, which share `MOST_TOKENS`."""
+        left = MOST_TOKENS
+        samples: list[Sample] = []
+        for (key, _), length in sorted(zip(self._places.items(), lengths, strict=True), key=lambda entry: entry[0][1]):
+            left -= length
+            if (row := self._rows.get(key)) is not None:
+                samples.append(row.sample(has_tokens=left >= 0))
+        return samples

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ....comm.errors import SettingError
+from ....trainer.record.samples_file import SAMPLES_FILE
 from ...command_line import CommandParser, exit_code
-from ...config.run_folder import CONFIG_FILE
+from ...config.run_folder import CONFIG_FILE, METRICS_FILE
 
 
 def main(words: Sequence[str]) -> int:
@@ -26,11 +27,14 @@ def _view(parser: CommandParser, words: Sequence[str]) -> None:
         raise SettingError(f"{given.run} is not the folder of a run: it has no {CONFIG_FILE}")
     if not 0 <= given.port < 1 << 16:
         raise SettingError(f"--port={given.port} is not a port")
+    for path in (folder / SAMPLES_FILE, folder / METRICS_FILE):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise SettingError(f"{path} is not a regular file, and links are not followed")
     from .server import open_server
 
     with open_server(folder, given.port) as server:
-        print(f"{folder}: {server.address}  (Ctrl-C ends it)", flush=True)
         try:
+            print(f"{folder}: {server.address}  (Ctrl-C ends it)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print(flush=True)

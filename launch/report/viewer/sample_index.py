@@ -1,6 +1,7 @@
 """The lines of a growing `samples.jsonl`: figures of all of them in memory, one of them whole on request."""
 
 import os
+import stat
 import threading
 import zlib
 from pathlib import Path
@@ -139,7 +140,7 @@ class SampleIndex:
             self._generation += bool(self._spans)
             self._forget()
             try:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._descriptor = open_regular(self._path)
             except OSError:  # there is none yet
                 return
         rest = b""
@@ -177,6 +178,15 @@ class SampleIndex:
             return True
         start, length = self._spans[-1]
         return zlib.crc32(os.pread(self._descriptor, length, start)) == self._digest
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file that is no link, pipe or device, none of which is a run's own. Raises `OSError`, and never waits."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return descriptor
 
 
 def _words(arguments: Any) -> str:

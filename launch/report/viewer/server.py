@@ -21,7 +21,7 @@ import msgspec
 from ....comm.errors import SettingError
 from ....trainer.record.samples_file import SAMPLES_FILE
 from ...config.run_folder import METRICS_FILE
-from .sample_index import COLUMNS, Gone, SampleIndex
+from .sample_index import COLUMNS, Gone, SampleIndex, open_regular
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost", "[::1]")
@@ -78,7 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer one of the addresses; nothing in a request names a file."""
         name = (self.headers.get("Host") or "").rsplit(":", 1)[0] if not self._is_bare else self.headers.get("Host")
-        parts = urlsplit(self.path)
+        try:
+            parts = urlsplit(self.path)
+        except ValueError:  # such as a bracket that is not closed in the place of a host
+            self._answer(HTTPStatus.BAD_REQUEST, b"not an address", "text/plain")
+            return
         key, _, rest = parts.path.removeprefix("/").partition("/")
         if name not in _NAMES or not hmac.compare_digest(key.encode(), self.server.key.encode()):
             self._answer(
@@ -125,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         start = int(given.get("first", 0))
         lines: list[Any] = []
         try:
-            descriptor = os.open(self.server.folder / METRICS_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = open_regular(self.server.folder / METRICS_FILE)
         except OSError:  # there is none yet
             return msgspec.json.encode({"first": 0, "next": 0, "lines": lines})
         try:

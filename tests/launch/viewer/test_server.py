@@ -173,6 +173,30 @@ def test_a_link_to_a_file_elsewhere_is_not_followed(tmp_path: Path):
     assert json.loads(fetch(server, "metrics"))["lines"] == []
 
 
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_samples(tmp_path, [])
+    for name in ("samples.jsonl", "metrics.jsonl"):
+        (tmp_path / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+    server = serve(tmp_path)
+    assert json.loads(fetch(server, "rows"))["total"] == 0
+    assert json.loads(fetch(server, "metrics"))["lines"] == []
+    assert main(["view", str(tmp_path)]) == 2
+    (tmp_path / "samples.jsonl").unlink()
+    (tmp_path / "samples.jsonl").symlink_to(tmp_path / "elsewhere")
+    assert main(["view", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("samples.jsonl is not a regular file, and links are not followed") == 2
+
+
+def test_an_address_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_samples(tmp_path, [])
+    server = serve(tmp_path)
+    with socket.create_connection(("127.0.0.1", server.server_port), PATIENCE_S) as raw:
+        raw.sendall(f"GET http://[ HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode())
+        assert raw.recv(100).startswith(b"HTTP/1.1 400")
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_only_this_machine_can_connect(tmp_path: Path):
     write_samples(tmp_path, [])
     server = serve(tmp_path)

@@ -43,12 +43,12 @@ class Scene:
             "place": 0, "row": row, "prompt_ids": self.tokenizer.encode("2*3="), "response_ids": response,
             "from_policy": mask, "versions": [4] * len(mask), "logprobs": [-0.1 * on for on in mask], "is_cut": False,
             "info": b'{"metrics":{"calls":2.0,"right":0.25,"right/key":1.0},"extra":{"note":"x"}}',
-            "trained": mask, "advantages": [0.5] * len(mask), "trainer_logprobs": [-0.2] * len(mask),
+            "num_trained": sum(mask), "advantage": 0.5, "advantages": [0.5] * len(mask), "trainer_logprobs": [-0.2] * len(mask),
         }  # fmt: skip
         return Sample(**given | fields)
 
-    def line(self, sample: Sample, *, has_tokens: bool = True, **settings: object) -> dict[str, Any]:
-        fields = SampleLines(self.recipe(**settings), self.tokenizer).fields(5, sample, has_tokens=has_tokens)
+    def line(self, sample: Sample, **settings: object) -> dict[str, Any]:
+        fields = SampleLines(self.recipe(**settings), self.tokenizer).fields(5, sample)
         return json.loads(msgspec.json.encode(fields))
 
 
@@ -140,7 +140,7 @@ def test_a_line_says_how_the_response_ended(scene: Scene, text: str, fields: Any
 
 
 def test_a_line_has_the_parts_of_the_reward_the_version_and_what_was_trained(scene: Scene):
-    line = scene.line(scene.sample("abc", trained=[1, 0, 1]), **TEXT_TOOLS)
+    line = scene.line(scene.sample("abc", num_trained=2), **TEXT_TOOLS)
     assert (line["step"], line["group"], line["sample"]) == (6, "1.7", 3)
     assert (line["reward"], line["rewards"]) == (0.25, {"right": 0.25})
     assert (line["metrics"], line["notes"]) == ({"calls": 2.0, "right/key": 1.0}, {"note": "x"})
@@ -150,15 +150,15 @@ def test_a_line_has_the_parts_of_the_reward_the_version_and_what_was_trained(sce
 
 
 def test_tokens_have_their_own_versions_and_advantages_where_these_differ(scene: Scene):
-    line = scene.line(scene.sample("abc", versions=[4, 4, 5], advantages=[0.1, 0.2, 0.6], trained=[0, 1, 1]))
+    line = scene.line(scene.sample("abc", versions=[4, 4, 5], advantages=[0.1, 0.2, 0.6], advantage=0.4))
     assert (line["versions"], line["tokens"]["versions"]) == ([4, 5], [4, 4, 5])
-    assert line["tokens"]["advantages"] == [0.1, 0.2, 0.6] and line["advantage"] == pytest.approx(0.4)
+    assert line["tokens"]["advantages"] == [0.1, 0.2, 0.6]
 
 
 def test_what_only_the_learner_knows_is_null_where_it_does_not_say(scene: Scene):
-    line = scene.line(scene.sample("abc", trained=None, advantages=None, trainer_logprobs=None))
+    line = scene.line(scene.sample("abc", num_trained=None, advantage=None, advantages=None, trainer_logprobs=None))
     assert line["advantage"] is line["num_trained"] is None and [*line["tokens"]] == ["ids", "texts", "generator"]
-    assert scene.line(scene.sample("abc"), has_tokens=False)["tokens"] is None
+    assert scene.line(scene.sample("abc", logprobs=None))["tokens"] is None
 
 
 def test_a_number_that_is_not_finite_is_null(scene: Scene):
