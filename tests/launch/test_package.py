@@ -61,7 +61,7 @@ def call(installed: Path, folder: Path, *command: str) -> "subprocess.CompletedP
 
 def files_of_the_package() -> set[str]:
     """The files that an installed package has, below `headrace/`."""
-    kinds = ("*.yaml", "*.sbatch")
+    kinds = ("*.yaml", "*.sbatch", "*.html")
     data = {path for kind in kinds for path in (ROOT / "launch").rglob(kind)}
     own = {path.name for path in (ROOT / "src" / "headrace").iterdir() if path.is_file()}
     return own | {path.relative_to(ROOT).as_posix() for path in (*SOURCES, *data)}
