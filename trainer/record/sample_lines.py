@@ -126,7 +126,7 @@ def in_short(fields: dict[str, Any]) -> str:
     """A sample as some short lines: its figures, and its texts without what a terminal would obey."""
     parts = "  ".join(f"{name} {value:.3g}" for name, value in fields["rewards"].items())
     advantage = "" if fields["advantage"] is None else f"  advantage {fields['advantage']:+.2f}"
-    calls = f"  {fields['num_calls']} tool calls, {fields['num_failed_calls']} failed" if fields["num_calls"] else ""
+    calls = f"  tool calls {fields['num_calls']} ({fields['num_failed_calls']} failed)" if fields["num_calls"] else ""
     return "\n".join(
         (
             f"  sample {fields['group']}.{fields['sample']}  reward {fields['reward']:.3f}"

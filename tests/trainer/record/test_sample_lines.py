@@ -174,7 +174,7 @@ def test_the_console_shows_the_ends_of_long_texts_and_nothing_that_a_terminal_ob
     text = in_short(line)
     assert "\x1b" not in text and "\u202e" not in text and "\\x1b[2Ja\\na" in text and text.endswith("end\\u202e")
     assert "[... 1,568 characters ...]" in text and text.count("\n") == 2 and len(text) < 1000
-    assert "reward 0.250 (right 0.25)  advantage +0.50  staleness 1  1 tokens, ended  2 tool calls, 0 failed" in text
+    assert "reward 0.250 (right 0.25)  advantage +0.50  staleness 1  1 tokens, ended  tool calls 2 (0 failed)" in text
 
 
 def test_the_best_and_the_worst_of_a_group_are_shown():
