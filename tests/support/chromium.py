@@ -36,9 +36,10 @@ class Page:
     def __init__(self, folder: Path) -> None:
         ours, theirs = os.pipe(), os.pipe()
         given, taken = (fcntl.fcntl(number, fcntl.F_DUPFD, _FIRST_COPY) for number in (ours[0], theirs[1]))
+        self._profile = folder / "chromium"
         self._write = ours[1]
         self._read = theirs[0]
-        command = [path_of_chromium(), *_OPTIONS, f"--user-data-dir={folder / 'chromium'}", "about:blank"]
+        command = [path_of_chromium(), *_OPTIONS, f"--user-data-dir={self._profile}", "about:blank"]
         words = ["bash", "-c", f'exec "$@" 3<&{given} 4>&{taken}', "chromium", *command]
         log = (folder / "chromium.log").open("wb")
         self._process = subprocess.Popen(words, pass_fds=(given, taken), stdout=log, stderr=log, start_new_session=True)
@@ -118,6 +119,9 @@ class Page:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait(PATIENCE_S)
+        socket = self._profile / "SingletonSocket"
+        if socket.is_symlink():  # Chromium keeps it in a folder of its own in /tmp, which a killed one leaves
+            shutil.rmtree(socket.readlink().parent, ignore_errors=True)
         for name in ("_read", "_write"):
             if (number := getattr(self, name)) >= 0:
                 os.close(number)
