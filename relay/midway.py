@@ -1,7 +1,7 @@
 """Where a rollout takes new weights in the middle of its trajectories: a pure function of the rollouts' reports.
 
 One version generates a trajectory, so a rollout that is behind takes no prompts until its last trajectory has ended. While others
-have work this costs little, and repack shortens it. But a rollout that nobody else can relieve decodes a few long
+have work this costs little, and repack shortens it. But a rollout that no other can relieve decodes a few long
 trajectories, or waits for tools, while the trainer starves. There a second version within a trajectory costs less than the wait:
 the step's tokens are a little older, and keys and values are computed again.
 """

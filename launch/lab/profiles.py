@@ -35,7 +35,7 @@ Constants = dict[str, float | int | None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the constants depend on. gpus: of one rollout."""
+    """The model and the numbers of GPUs from which constants are computed. gpus: of one rollout."""
 
     model: Model
     gpus: int

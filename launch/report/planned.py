@@ -28,7 +28,7 @@ LAST_SHARE = 1 / 6
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What a plan predicts for a run with these settings, without its first and last steps."""
+    """The prediction of a plan for a run with these settings, without its first and last steps."""
 
     settings: dict[str, Any]
     tokens_per_s: float

@@ -8,6 +8,8 @@
 | stream | as in one_step | as soon as it is complete |
 | partial, headrace | while the queue has room (see `admission`) | as soon as it is complete |
 
+A trainer of several ranks gets complete groups once there is a micro-batch for each rank (`relay/hub/dispatch.py`).
+
 In all but the last two, batches do not overlap: one is generated completely before the next starts, a barrier for all rollouts.
 """
 

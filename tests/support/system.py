@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
 from support.policies import tiny_policy
 from support.polling import wait_for
 
+from headrace.comm.fleet import Fleet
 from headrace.comm.messages import Interrupted, Stop
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import read_recipe
@@ -43,6 +45,21 @@ TURNS = {"sampling.stop": f"[{','.join('abcdefghijklmnopqrs')}]", "sampling.max_
 """A random policy ends its turns."""
 PATIENCE_S = 240.0
 """A bound against hanging tests; the machine may be slow."""
+
+
+class Died(Exception):
+    """The end of a trainer in the middle of its work."""
+
+
+def run_until_death(trainer: trainer_loop.Trainer, fleet: Fleet) -> None:
+    """Run a trainer that raises `Died`, and close what the kernel would close with its process."""
+    with pytest.raises(Died):
+        trainer.run()
+    trainer.checkpoints.close()
+    trainer.stream.close()
+    trainer.learner.close()
+    trainer.storage.close()
+    fleet.mailboxes.close_inbox(fleet.name)
 
 
 class System:

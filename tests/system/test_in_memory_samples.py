@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.system import System
+from support.system import Died, System, run_until_death
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.comm.fleet import Fleet
@@ -111,11 +111,8 @@ def test_metrics_of_a_step_can_be_computed_from_its_samples(tmp_path: Path):
     assert {line["staleness"] for line in lines_of(system)} == {0, 1}
 
 
-class Died(Exception):
-    """The end of a trainer between the samples of a step and its metrics."""
-
-
 def dying_before_metrics(fleet: Fleet, recipe: Recipe) -> None:
+    """A trainer that dies between the samples of a step and its metrics."""
     trainer = trainer_loop.Trainer(fleet, recipe)
     assert trainer.recorder is not None
     write = trainer.recorder.log.write
@@ -126,13 +123,7 @@ def dying_before_metrics(fleet: Fleet, recipe: Recipe) -> None:
         write(step, metrics)
 
     trainer.recorder.log.write = die
-    with pytest.raises(Died):
-        trainer.run()
-    trainer.checkpoints.close()
-    trainer.stream.close()
-    trainer.learner.close()
-    trainer.storage.close()
-    fleet.mailboxes.close_inbox(fleet.name)
+    run_until_death(trainer, fleet)
 
 
 def test_a_trainer_that_dies_leaves_each_step_once_with_the_samples_of_an_undisturbed_run(tmp_path: Path):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.closing import at_end
 from support.job import Job, MakeJob, assert_account_adds_up, child_of
-from support.system import System
+from support.system import Died, System, run_until_death
 
 from headrace.comm.fleet import Fleet
 from headrace.comm.recipe import Recipe
@@ -42,10 +42,6 @@ REWARD = (
 STEP = 2
 
 
-class Died(Exception):
-    """The end of a trainer in the middle of its work."""
-
-
 def dying(method: str, version: int) -> Callable[[Fleet, Recipe], None]:
     """A trainer that dies in the first call of one of its methods at a version of its weights."""
 
@@ -59,13 +55,7 @@ def dying(method: str, version: int) -> Callable[[Fleet, Recipe], None]:
             return work(*args)
 
         setattr(trainer, method, die)
-        with pytest.raises(Died):
-            trainer.run()
-        trainer.checkpoints.close()
-        trainer.stream.close()
-        trainer.learner.close()
-        trainer.storage.close()
-        fleet.mailboxes.close_inbox(fleet.name)
+        run_until_death(trainer, fleet)
 
     return main
 

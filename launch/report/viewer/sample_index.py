@@ -17,7 +17,7 @@ _SHOWN = 120
 
 
 class _Line(msgspec.Struct, frozen=True, gc=False):
-    """What the list and the search need of a line; its other fields are not even decoded."""
+    """The fields of a line that the list and the search need; the others are not decoded."""
 
     step: int
     group: str

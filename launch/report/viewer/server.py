@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _policy(page: bytes) -> str:
-    """What a browser may do for the page: run its own script, and ask this server."""
+    """The rights of the page in a browser: to run its own script, and to ask this server."""
     digests = {"script": "", "style": ""}
     for kind, text in _INLINE.findall(page):
         digests[kind.decode()] += f" 'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
