@@ -4,10 +4,12 @@
     python tests/bench curves --help
     python tests/bench compare --help
     python tests/bench sensitivity --help
+    python tests/bench time-to-reward --help
 
 WORKLOAD is a name that `--list` shows: a workload, a group of workloads, or a row, which runs its workload. Without a name
 all workloads run. `curves` runs and draws the learning curves of docs/use/results.md, `compare` the schedules on emulated
-devices, `sensitivity` what follows from each of their constants (docs/develop/lab.md).
+devices, `sensitivity` what follows from each of their constants (docs/develop/lab.md), `time-to-reward` the hours of each
+schedule to a reward (docs/develop/reproduction.md).
 """
 
 import argparse
@@ -204,6 +206,8 @@ def run(workloads: Sequence[Workload], options: Options, num_runs: int, path: Pa
 if __name__ == "__main__":
     if sys.argv[1:2] == ["curves"]:  # in the environment of a user's run
         sys.exit(import_module("bench.curves").main(sys.argv[2:]))
+    if sys.argv[1:2] == ["time-to-reward"]:
+        sys.exit(import_module("bench.time_to_reward").main(sys.argv[2:]))
     if sys.argv[1:2] in (["compare"], ["sensitivity"]):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the present run like Ctrl-C
         sys.exit(import_module(f"bench.schedules.{sys.argv[1]}").main(sys.argv[2:]))
