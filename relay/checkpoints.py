@@ -13,6 +13,7 @@ before the journal has the checkpoint, and the journal before `latest` names it.
 import logging
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -145,7 +146,9 @@ class CheckpointFolder:
         earlier one, those after `unscored_after` may get a score yet.
         """
         whole = {step: manifest for step, manifest in self.whole().items() if step <= newest}
-        kept = {*list(whole)[-keep:], self.latest()}
+        kept: set[int | None] = {*list(whole)[-keep:]}
+        with suppress(SettingError):  # the hub writes the name again with the next checkpoint
+            kept.add(self.latest())
         scores = {step: manifest.score for step, manifest in whole.items() if manifest.score is not None}
         if keep_best and scores:
             best = max(scores, key=lambda step: (scores[step], step))

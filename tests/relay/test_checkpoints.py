@@ -94,6 +94,14 @@ def test_only_checkpoints_that_can_be_resumed_from_use_up_the_number_to_keep(fol
     assert steps(folder) == [2, 3, 5, 9]
 
 
+def test_a_damaged_name_of_the_newest_does_not_end_the_removal_of_old_ones(folder: CheckpointFolder):
+    for step in (1, 2, 3):
+        write(folder, step)
+    (folder.root / "latest").write_text("?")
+    folder.prune(3, keep=2)
+    assert steps(folder) == [2, 3]
+
+
 def test_a_pointer_without_a_name_is_a_mistake_in_the_settings(folder: CheckpointFolder):
     assert folder.latest() is None
     folder.set_latest(7)

@@ -93,7 +93,11 @@ class CopyThread:
         """Begin to copy the state as the training's thread has left it."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        threads.new_thread(self._run, "copy of the state").start()
+        try:
+            threads.new_thread(self._run, "copy of the state").start()
+        except RuntimeError as error:  # the system has no more threads
+            self._fail(error)
+            self._end()
 
     def give_up(self) -> None:
         """Have the thread end, unless the copy is whole."""
@@ -114,7 +118,13 @@ class CopyThread:
         except _GivenUp:
             pass
         except Exception as error:  # noqa: BLE001 - training continues without copies
-            self.error = f"{type(error).__name__}: {error}"
+            self._fail(error)
+        self._end()
+
+    def _fail(self, error: Exception) -> None:
+        self.error = f"{type(error).__name__}: {error}"
+
+    def _end(self) -> None:
         self.is_prepared.set()
         try:
             self._on_end(self.stored)

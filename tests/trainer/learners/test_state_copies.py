@@ -498,6 +498,21 @@ def test_a_copy_that_takes_too_long_is_given_up_and_training_continues(
     assert segment.held_bytes < 20_000
 
 
+def test_training_continues_without_copies_where_the_system_has_no_thread_for_one(
+    policy_dir: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    actor = actor_of(recipe_of(policy_dir))
+    copies = with_copies(actor, segment)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    steps(actor, 2)
+    assert "can't start new thread" in capsys.readouterr().out
+    assert copies.newest(9) == -1
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_copies_that_another_process_reads_are_not_overwritten_and_the_console_says_so(
     policy_dir: Path, segment: Segment, capsys: pytest.CaptureFixture[str]
 ):
