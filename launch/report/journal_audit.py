@@ -1,7 +1,7 @@
 """The audit of a run: replays its journal, checks every line against the rules of `relay.journal.state`, and gives the account."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...relay.journal.events import Event, Leased, PromptDropped, Returned, RowFailed
@@ -11,32 +11,36 @@ from ...relay.journal.replay import replay
 from ..config.run_folder import JOURNAL_FILE
 
 _MAX_REASONS = 10
+_DETAILED = frozenset((Leased, RowFailed, PromptDropped, Returned))
+"""The events of which more is counted than their number."""
 
 
 class AuditReport:
     """Counts of a journal's events, of leases by holder, and of reasons for failed and returned trajectories."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[type[Event]] = Counter()
         self.leased_to: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
 
-    def note(self, event: Event) -> None:
-        self.counts[type(event).__name__] += 1
-        match event:
-            case Leased(holder=holder, samples=samples):
-                self.leased_to[holder] += len(samples)
-            case RowFailed(reason=reason):
-                self.reasons[f"failed: {reason}"] += 1
-            case PromptDropped(reason=reason):
-                self.reasons[f"dropped: {reason}"] += 1
-            case Returned(reason=reason):
-                self.reasons[f"returned: {reason}"] += 1
-            case _:
-                pass
+    def note(self, events: Sequence[Event]) -> None:
+        self.counts.update(map(type, events))
+        for event in [event for event in events if type(event) in _DETAILED]:
+            match event:
+                case Leased(holder=holder, samples=samples):
+                    self.leased_to[holder] += len(samples)
+                case RowFailed(reason=reason):
+                    self.reasons[f"failed: {reason}"] += 1
+                case PromptDropped(reason=reason):
+                    self.reasons[f"dropped: {reason}"] += 1
+                case Returned(reason=reason):
+                    self.reasons[f"returned: {reason}"] += 1
+                case _:
+                    pass
 
     def lines(self) -> Iterator[str]:
-        yield f"events {dict(sorted(self.counts.items()))}"
+        counts = {kind.__name__: count for kind, count in self.counts.items()}
+        yield f"events {dict(sorted(counts.items()))}"
         yield f"trajectories leased, repeated leases included, to {dict(sorted(self.leased_to.items()))}"
         for reason, count in self.reasons.most_common(_MAX_REASONS):
             yield f"{count} x {reason}"

@@ -89,7 +89,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     version: int = 0
     holder: str = ""
     storage_ids: list[str] = []
-    columns: set[str] = set()  # each row gets its own
+    columns: frozenset[str] = frozenset()
     num_tokens: int = 0
     reward: float = 0.0
     num_versions: int = 1
@@ -100,7 +100,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
         """The row has to be generated again; its next lease gives it another attempt."""
         self.status = RowStatus.WANTED
         self.storage_ids = []
-        self.columns = set()
+        self.columns = frozenset()
 
 
 @dataclass(slots=True)
@@ -136,6 +136,8 @@ class Group:
 
     def has(self, columns: AbstractSet[str]) -> bool:
         """Whether the group is complete and its rows have all these columns."""
+        if not columns:
+            return self.is_complete
         return self.is_complete and all(row.columns >= columns for row in self.rows if row.status is RowStatus.READY)
 
     def row_id(self, sample: int) -> RowId:

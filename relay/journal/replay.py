@@ -1,8 +1,9 @@
 """From the lines of a journal to the state of its hub: the whole history for an audit, its end for the next hub."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import length_hint
 from pathlib import Path
 
 import msgspec
@@ -11,17 +12,17 @@ from .events import Event, decode_events
 from .files import JournalError, check_order, line_name, read_blocks, read_events
 from .hub_state import HubState, account_dict
 from .snapshots import no_collections, snapshots_of
-from .state import apply
+from .state import fold
 
 _log = logging.getLogger(__name__)
 
 
 @no_collections()
-def replay(journal: Path, note: Callable[[Event], None] | None = None) -> HubState:
-    """The state after all events of a journal; `note` is called with each event. Raises `JournalError` at an illegal line.
+def replay(journal: Path, note: Callable[[Sequence[Event]], None] | None = None) -> HubState:
+    """The state after all events of a journal; `note` is called with the events of each block. Raises `JournalError` at an illegal line.
 
-    The snapshots must be the states at their places, and each file must follow the one before it. The account is checked after each
-    megabyte, since its cost grows with the length of the queue.
+    The snapshots must be the states at their places, and each file must follow the one before it. The account is checked
+    after each megabyte, or once there are as many events as the queue has rows: the check looks at all of them.
     """
     state = HubState()
     place = 0
@@ -54,22 +55,33 @@ def recover(journal: Path) -> HubState:
 
 
 def _fold(
-    journal: Path, state: HubState, start: int, end: int | None = None, note: Callable[[Event], None] | None = None
+    journal: Path, state: HubState, start: int, end: int | None = None, note: Callable[[Sequence[Event]], None] | None = None
 ) -> None:
     """Apply the events between two places of the history."""
+    num_unchecked = 0
     for place, lines in read_blocks(journal, start, end):
-        number = 0
+        events = _decoded(journal, place, lines)
+        following = iter(events)
         try:
-            for number, event in enumerate(_decoded(journal, place, lines)):  # noqa: B007 - the message has it
-                apply(event, state)
-                if note is not None:
-                    note(event)
+            fold(following, state)
         except (AssertionError, KeyError, IndexError) as error:
+            number = len(events) - length_hint(following) - 1
             line_start = sum(len(line) + 1 for line in lines.split(b"\n")[:number])
             raise JournalError(f"{line_name(journal, place + line_start)}: {error}") from error
-        if not state.is_balanced:
-            before = line_name(journal, place + len(lines))
-            raise JournalError(f"{before}: the account of the lines before does not add up: {account_dict(state)}")
+        if note is not None:
+            note(events)
+        num_unchecked += len(events)
+        if num_unchecked >= state.samples_per_prompt * len(state.groups):
+            _check_account(journal, state, place + len(lines))
+            num_unchecked = 0
+    if num_unchecked:
+        _check_account(journal, state, place + len(lines))
+
+
+def _check_account(journal: Path, state: HubState, place: int) -> None:
+    if not state.is_balanced:
+        before = line_name(journal, place)
+        raise JournalError(f"{before}: the account of the lines before does not add up: {account_dict(state)}")
 
 
 def _decoded(journal: Path, place: int, lines: bytes) -> list[Event]:

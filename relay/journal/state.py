@@ -8,10 +8,11 @@ where *leased* counts each trajectory at its first lease, and *in flight* are th
 `apply` asserts that every event is legal in the state that it meets. It only checks: `relay/hub` makes the decisions.
 """
 
+from collections.abc import Iterable
 from functools import singledispatch
 
 from ...comm.errors import SettingError
-from ...comm.messages.base import GroupId
+from ...comm.messages.base import RowId
 from . import events as ev
 from .evaluations import begin_evaluation, end_sample
 from .hub_state import HubState
@@ -21,13 +22,26 @@ if not __debug__:
     raise SettingError("PYTHONOPTIMIZE: the rules of the journal are assertions; run Python without -O")
 
 
+_WANTED, _LEASED, _READY, _FAILED = RowStatus
+"""By these names in the rules of most events: Python 3.11 takes ten times as long to find a member by its class."""
+
+
 def apply(event: ev.Event, state: HubState) -> None:
     """Move `state` by one event, in place. Raises AssertionError for an event that is not legal in this state."""
-    queue = state.queue
-    num_in_training = len(state.in_training)
-    num_queued = len(state.groups) - num_in_training
-    state.window.pass_time(event.t, num_queued, len(queue.ready), num_in_training, len(queue.at_tasks))
-    _RULES.get(type(event), _change)(event, state)
+    fold((event,), state)
+
+
+def fold(events: Iterable[ev.Event], state: HubState) -> None:
+    """Move `state` by these events in their order. At the first one that is not legal it raises AssertionError, KeyError or IndexError."""
+    rules = _RULES
+    window = state.window
+    for event in events:
+        if event.t != window.now:
+            queue = state.queue
+            num_in_training = len(state.in_training)
+            num_queued = len(state.groups) - num_in_training
+            window.pass_time(event.t, num_queued, len(queue.ready), num_in_training, len(queue.at_tasks))
+        rules[type(event)](event, state)
 
 
 @singledispatch
@@ -83,16 +97,21 @@ def _(event: ev.Leased, state: HubState) -> None:
         state.cursor += event.passed_over + 1
         state.account.leased += len(event.samples)
     state.unassigned.pop(event.group, None)
+    epoch, prompt, is_evaluation, holder = group.id.epoch, group.id.prompt, group.id.is_evaluation, event.holder
+    held = state.held.setdefault(holder, {}) if event.samples else {}
     for sample in event.samples:
         row = group.rows[sample]
-        assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
+        assert row.status is _WANTED, f"{event.group}.{sample} is {row.status.name}"
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
         row.attempt = event.attempt
         row.version = event.version if event.oldest is None else event.oldest
-    state.lease({group.row_id(sample): group.rows[sample] for sample in event.samples}, event.holder)
-    if len(event.samples) == len(group.rows) and not event.group.is_evaluation:
+        row.status = _LEASED
+        row.holder = holder
+        held[RowId(epoch, prompt, sample, is_evaluation)] = row
+    if is_evaluation:
+        state.evaluations.num_leased += len(event.samples)
+    elif len(event.samples) == len(group.rows):
         state.window.lease(event.group)
-    state.evaluations.num_leased += len(event.samples) * event.group.is_evaluation
     state.queue.update(group)
     state.incarnations[event.holder] = event.request_id >> 32
     grant = state.grants.get(event.holder)
@@ -135,34 +154,46 @@ def _(event: ev.Moved, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.RowReady, state: HubState) -> None:
-    group = state.groups.get(event.row.group)
-    assert group is not None, f"row {event.row} is not leased"
-    row = group.rows[event.row.sample]
-    assert row.status is RowStatus.LEASED, f"row {event.row} is not leased"
-    is_lost = bool(state.lost_storage_ids) and not state.lost_storage_ids.isdisjoint(event.units)
+    """Most events are of this kind: what the other rules have in functions of the state is written out in it."""
+    row_id = event.row
+    group = state.groups.get(row_id.group)
+    assert group is not None, f"row {row_id} is not leased"
+    row = group.rows[row_id.sample]
+    assert row.status is _LEASED, f"row {row_id} is not leased"
+    is_lost = state.lost_storage_ids and not state.lost_storage_ids.isdisjoint(event.units)
     assert not is_lost, f"row {event.row} is in a unit that is lost"
+    held = state.held[row.holder]
+    del held[row_id]
+    if not held:
+        del state.held[row.holder]
+    row.status = _READY
+    row.storage_ids = event.units
     is_other_version = row.version != event.version
-    state.end_lease(event.row, row)
-    row.status = RowStatus.READY
-    row.storage_ids = list(event.units)
     row.version = event.version
     row.num_tokens = event.num_tokens
     row.reward = event.reward
     row.num_versions = event.num_versions
     row.num_prompt_tokens = event.num_prompt_tokens
     state.losses.finished += 1
-    state.num_continued += event.num_kept > 0
-    state.tokens_kept += event.num_kept
-    if is_other_version or group.is_complete:
+    if event.num_kept:
+        state.num_continued += 1
+        state.tokens_kept += event.num_kept
+    is_complete = True
+    for each in group.rows:
+        if each.status is _LEASED or each.status is _WANTED:
+            is_complete = False
+            break
+    if is_complete or is_other_version:
         state.queue.update(group)
-    _end_row(event.row.group, state)
-
-
-def _end_row(group_id: GroupId, state: HubState) -> None:
-    """A row of a group is ready or failed."""
     state.window.row_ready()
-    if group_id in state.queue.ready or group_id in state.queue.at_tasks:
-        state.window.end(group_id)
+    if is_complete:
+        _end_group(group, state)
+
+
+def _end_group(group: Group, state: HubState) -> None:
+    """The last row of a group is ready or failed."""
+    if group.id in state.queue.ready or group.id in state.queue.at_tasks:
+        state.window.end(group.id)
 
 
 @_change.register
@@ -225,7 +256,8 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     state.losses.fail(1, event.reason)
     group = state.groups[event.row.group]
     state.queue.update(group)
-    _end_row(group.id, state)
+    state.window.row_ready()
+    _end_group(group, state)
     if all(row.status is RowStatus.FAILED for row in group.rows):
         del state.groups[group.id]
         state.window.drop(group.id)
@@ -299,7 +331,7 @@ def _(event: ev.ColumnsReady, state: HubState) -> None:
         row = state.groups[row_id.group].rows[row_id.sample]
         assert units and set(units) <= set(row.storage_ids), f"row {row_id} is in {row.storage_ids}, not in {units}"
         row.storage_ids = list(units)
-        row.columns |= set(event.columns)
+        row.columns |= frozenset(event.columns)
         state.queue.update(state.groups[row_id.group])
     record.close(event.number, consumed=event.rows, missing=state.missing(attempts))
 
@@ -406,5 +438,5 @@ def _(event: ev.Ended, state: HubState) -> None:
     state.ended = event.reason
 
 
-_RULES = _change.registry
+_RULES = {kind: _change.dispatch(kind) for kind in ev.Event.__subclasses__()}
 """The rules by the class of the event: looking them up here is faster than calling `_change`."""
