@@ -171,10 +171,8 @@ class Window:
         self.silent_s += seconds
         if num_queued == num_ready + num_at_tasks:
             self.silent_s = 0.0  # nothing is generated
-        if num_ready < self.least_ready:
-            self.least_ready = num_ready
-        if num_queued > self.most_queued:
-            self.most_queued = num_queued
+        self.least_ready = min(self.least_ready, num_ready)
+        self.most_queued = max(self.most_queued, num_queued)
         if num_queued + 1 >= self.limit:
             self.is_full = True
         if not num_ready and not num_at_tasks and num_in_training < self.per_step:
