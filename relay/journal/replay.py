@@ -55,7 +55,10 @@ def verify(journal: Path, start: int, end: int | None, note: Note | None = None)
     for place, snapshot in found if is_known else ():
         _fold(journal, state, start, place, note)
         if state != snapshot:
-            raise JournalError(f"{journal}: the snapshot after byte {place} is not the state of the events before")
+            last = line_name(journal, place - 1)
+            raise JournalError(
+                f"{journal}: the snapshot after byte {place} is not the state of the events before, up to {last}"
+            )
         start = place
     if not is_known or end not in (None, start):
         raise JournalError(f"{journal}: a snapshot that it had when the audit began is gone")
@@ -84,24 +87,24 @@ def recover(journal: Path) -> HubState:
 
 def _fold(journal: Path, state: HubState, start: int, end: int | None = None, note: Note | None = None) -> None:
     """Apply the events between two places of the history."""
-    num_unchecked = 0
-    for place, lines in read_blocks(journal, start, end):
-        events = _decoded(journal, place, lines)
+    place, num_unchecked = start, 0
+    for begin, lines in read_blocks(journal, start, end):
+        place = begin + len(lines)
+        events = _decoded(journal, begin, lines)
         following = iter(events)
         try:
             fold(following, state)
         except (AssertionError, KeyError, IndexError) as error:
             number = len(events) - length_hint(following) - 1
             line_start = sum(len(line) + 1 for line in lines.split(b"\n")[:number])
-            raise JournalError(f"{line_name(journal, place + line_start)}: {error}") from error
+            raise JournalError(f"{line_name(journal, begin + line_start)}: {error}") from error
         if note is not None:
             note(events)
         num_unchecked += len(events)
         if num_unchecked >= state.samples_per_prompt * len(state.groups):
-            _check_account(journal, state, place + len(lines))
+            _check_account(journal, state, place)
             num_unchecked = 0
-    if num_unchecked:
-        _check_account(journal, state, place + len(lines))
+    _check_account(journal, state, place)
 
 
 def _check_account(journal: Path, state: HubState, place: int) -> None:

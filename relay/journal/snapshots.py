@@ -56,7 +56,7 @@ def write_snapshot(journal: Path, place: int, state: HubState) -> None:
     new = folder / NEW_SNAPSHOT
     try:
         new.write_bytes(xxhash.xxh3_64_hexdigest(body).encode() + body)
-        new.replace(folder / f"{place}.state")
+        new.replace(_path(journal, place))
     except OSError:
         new.unlink(missing_ok=True)
         raise
@@ -88,7 +88,7 @@ def snapshots_of(journal: Path, places: Iterable[int] | None = None) -> Iterator
         try:
             yield snapshot.place, _decoded(snapshot.state)
         except msgspec.DecodeError as error:
-            _log.warning("the snapshot after byte %d of %s is not used: %s", snapshot.place, journal, error)
+            _log.warning("%s is not used: %s", _path(journal, snapshot.place), error)
 
 
 def places_between(journal: Path) -> list[int]:
@@ -98,13 +98,17 @@ def places_between(journal: Path) -> list[int]:
 
 def _that_count(journal: Path, places: Iterable[int]) -> Iterator[SavedState]:
     for place in places:
-        path = folder_of(journal) / f"{place}.state"
+        path = _path(journal, place)
         try:
             yield _read(path, journal)
         except FileNotFoundError:
             continue  # the hub of the journal has made another one
         except (OSError, ValueError, msgspec.DecodeError) as error:
             _log.warning("%s is not used: %s", path, error)
+
+
+def _path(journal: Path, place: int) -> Path:
+    return folder_of(journal) / f"{place}.state"
 
 
 def code_digest() -> str:
@@ -142,6 +146,8 @@ def _read(path: Path, journal: Path) -> SavedState:
     snapshot = msgspec.msgpack.decode(body, type=SavedState)
     if snapshot.code != CODE:
         raise ValueError("it was made by another version of the program")
+    if snapshot.place != int(path.stem):
+        raise ValueError(f"it is that of byte {snapshot.place}")
     for part in reversed(parts_of(journal)):
         if part.start < snapshot.place <= part.end:
             with open_part(part) as file:

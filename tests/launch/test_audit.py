@@ -117,7 +117,7 @@ def test_a_snapshot_that_is_not_the_state_of_the_events_before_it_is_refused(
     long_run: Recorder, capsys: pytest.CaptureFixture[str], number: int
 ):
     """The process that begins with it finds its own lines legal: the process of the lines before refuses it."""
-    place = places_at_beginnings(long_run.path)[number]
+    place, part = places_at_beginnings(long_run.path)[number], parts_of(long_run.path)[number + 1]
     ((_, state),) = snapshots_of(long_run.path, [place])
     state.tokens_trained += 1
     path = long_run.path.parent / "journal" / f"{place}.state"
@@ -126,7 +126,9 @@ def test_a_snapshot_that_is_not_the_state_of_the_events_before_it_is_refused(
     body = msgspec.msgpack.encode(msgspec.structs.replace(body, state=msgspec.Raw(msgspec.msgpack.encode(bare))))
     path.write_bytes(xxhash.xxh3_64_hexdigest(body).encode() + body)
     one = audited(long_run, capsys, 1)
+    line = part.path.read_bytes()[: place - part.start].count(b"\n")
     assert one[0] == 1 and f"the snapshot after byte {place} is not the state" in one[2]
+    assert one[2].endswith(f"up to {part.path}:{line}\n")
     assert audited(long_run, capsys, 2) == one
 
 
