@@ -138,7 +138,7 @@ class Group:
         """Whether the group is complete and its rows have all these columns."""
         if not columns:
             return self.is_complete
-        return self.is_complete and all(row.columns >= columns for row in self.rows if row.status is RowStatus.READY)
+        return self.is_complete and all(row.columns >= columns for row in self.rows if row.status is _READY)
 
     def row_id(self, sample: int) -> RowId:
         return self.id.row(sample)
@@ -233,7 +233,7 @@ class EvaluationLog:
     @property
     def open(self) -> int:
         """Samples without an end."""
-        return sum(len(group.samples(RowStatus.WANTED, RowStatus.LEASED)) for group in self.groups.values())
+        return sum(len(group.samples(_WANTED, _LEASED)) for group in self.groups.values())
 
     @property
     def is_balanced(self) -> bool:
@@ -256,13 +256,13 @@ class EvaluationLog:
 
     def wanted(self) -> list[Group]:
         """The groups with samples that no rollout has."""
-        return [group for group in self.groups.values() if group.samples(RowStatus.WANTED)]
+        return [group for group in self.groups.values() if group.samples(_WANTED)]
 
     def reopen(self) -> None:
         """Samples that were being generated have lost their holders."""
         self.num_leased = 0
         for group in self.groups.values():
-            for sample in group.samples(RowStatus.LEASED):
+            for sample in group.samples(_LEASED):
                 group.rows[sample].reset()
 
 

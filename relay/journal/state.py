@@ -23,7 +23,7 @@ if not __debug__:
 
 
 _WANTED, _LEASED, _READY, _FAILED = RowStatus
-"""By these names in the rules of most events: Python 3.11 takes ten times as long to find a member by its class."""
+"""By these names, since Python 3.11 takes longer to find a member by its class than some rules take for an event."""
 
 
 def apply(event: ev.Event, state: HubState) -> None:
@@ -69,7 +69,7 @@ def _(event: ev.Opened, state: HubState) -> None:
         record.assigned.clear()
     for group in state.groups.values():
         group.step = None
-        for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
+        for sample in group.samples(_LEASED, _READY):
             group.rows[sample].reset()
         state.unassigned[group.id] = None
     state.held.clear()
@@ -125,12 +125,12 @@ def _(event: ev.Returned, state: HubState) -> None:
     group = state.group(event.group)
     assert group is not None, f"group {event.group} is not open"
     state.window.forget(event.group)
-    for sample in group.samples(RowStatus.LEASED):
+    for sample in group.samples(_LEASED):
         row = group.rows[sample]
         if row.attempt != event.attempt:
             continue
         state.end_lease(group.row_id(sample), row)
-        row.status = RowStatus.WANTED
+        row.status = _WANTED
         if event.group.is_evaluation:
             state.evaluations.num_leased -= 1
         else:
@@ -142,7 +142,7 @@ def _(event: ev.Returned, state: HubState) -> None:
 def _(event: ev.Moved, state: HubState) -> None:
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
-        assert row is not None and row.status is RowStatus.LEASED, f"row {row_id} is not leased"
+        assert row is not None and row.status is _LEASED, f"row {row_id} is not leased"
         assert row.holder == event.source, f"row {row_id} is held by {row.holder}"
         assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
         state.end_lease(row_id, row)
@@ -208,13 +208,13 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         assert ref.row.group == event.group, f"{ref.row} is not of group {event.group}"
         assert not ref.is_partial, f"{ref.row} is unfinished"
         row = group.rows[ref.row.sample]
-        assert row.status is RowStatus.WANTED, f"{ref.row} is {row.status.name}"
+        assert row.status is _WANTED, f"{ref.row} is {row.status.name}"
         assert row.attempt <= ref.attempt, f"{ref.row}: attempt {ref.attempt} after {row.attempt}"
         group.rows[ref.row.sample] = Row(
-            RowStatus.READY, ref.attempt, ref.version, storage_ids=ref.storage_ids, num_tokens=ref.num_tokens,
+            _READY, ref.attempt, ref.version, storage_ids=ref.storage_ids, num_tokens=ref.num_tokens,
             reward=ref.reward, num_versions=ref.num_versions, num_prompt_tokens=ref.num_prompt_tokens,
         )  # fmt: skip
-    if group.samples(RowStatus.WANTED):
+    if group.samples(_WANTED):
         state.unassigned[event.group] = None
     else:
         state.unassigned.pop(event.group, None)
@@ -231,10 +231,10 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
         return
     assert group.step is None, f"group {event.group} is handed out"
     state.window.forget(event.group)
-    rows = group.samples(RowStatus.WANTED, RowStatus.LEASED)
+    rows = group.samples(_WANTED, _LEASED)
     for sample in rows:
         state.end_lease(group.row_id(sample), group.rows[sample])
-    ready = group.row_ids(RowStatus.READY)
+    ready = group.row_ids(_READY)
     state.account.failed += len(rows)
     state.failures[event.reason] += len(rows)
     state.account.evicted += len(ready)
@@ -248,9 +248,9 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
 @_change.register
 def _(event: ev.RowFailed, state: HubState) -> None:
     row = state.row(event.row)
-    assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
+    assert row is not None and row.status is _LEASED, f"row {event.row} is not leased"
     state.end_lease(event.row, row)
-    row.status = RowStatus.FAILED
+    row.status = _FAILED
     state.account.failed += 1
     state.failures[event.reason] += 1
     state.losses.fail(1, event.reason)
@@ -258,7 +258,7 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     state.queue.update(group)
     state.window.row_ready()
     _end_group(group, state)
-    if all(row.status is RowStatus.FAILED for row in group.rows):
+    if all(row.status is _FAILED for row in group.rows):
         del state.groups[group.id]
         state.window.drop(group.id)
 
@@ -281,8 +281,8 @@ def _(event: ev.RowsLost, state: HubState) -> None:
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
         assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
-        assert row.status in (RowStatus.LEASED, RowStatus.READY), f"row {row_id} is {row.status.name}"
-        state.regenerated += row.status is RowStatus.READY
+        assert row.status in (_LEASED, _READY), f"row {row_id} is {row.status.name}"
+        state.regenerated += row.status is _READY
         group = state.groups[row_id.group]
         state.end_lease(row_id, row)
         row.reset()
@@ -348,9 +348,9 @@ def _(event: ev.GroupFiltered, state: HubState) -> None:
     group = state.groups.pop(event.group)
     state.queue.remove(event.group)
     state.window.drop(event.group)
-    state.release(group.row_ids(RowStatus.READY))
+    state.release(group.row_ids(_READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
-    num_ready = len(group.samples(RowStatus.READY))
+    num_ready = len(group.samples(_READY))
     state.account.filtered += num_ready
     state.losses.filter(num_ready)
 
@@ -371,9 +371,9 @@ def _(event: ev.Handed, state: HubState) -> None:
 def _(event: ev.Trained, state: HubState) -> None:
     assert event.step == state.step, f"step {event.step} trained while step {state.step} was due"
     groups = [state.groups.pop(group_id) for group_id in state.in_training]
-    rows = [row for group in groups for row in group.rows if row.status is RowStatus.READY]
+    rows = [row for group in groups for row in group.rows if row.status is _READY]
     if state.tasks:
-        state.release(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
+        state.release(row_id for group in groups for row_id in group.row_ids(_READY))
     state.account.trained += len(rows)
     state.tokens_trained += sum([row.num_tokens for row in rows])
     state.staleness.update([event.step - row.version for row in rows])
