@@ -7,16 +7,29 @@ from pathlib import Path
 from ..comm.errors import SettingError
 from .command_line import CommandParser, exit_code
 from .config.run_folder import JOURNAL_FILE
+from .cores import usable_cores
 
 
 def main(words: Sequence[str]) -> int:
     """Returns the exit code: 1 if a journal does not verify, 2 for a folder without one."""
     parser = CommandParser("audit", "Checks the journal of each run against the rules, and counts its trajectories.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
-    return exit_code(lambda: _audit(parser.parse_args(words).runs))
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="that verify the files of a long journal beside each other; default: one for each core",
+    )
+
+    def run() -> int:
+        args = parser.parse_args(words)
+        if args.processes is not None and args.processes < 1:
+            raise SettingError(f"--processes: {args.processes} is less than 1")
+        return _audit(args.runs, args.processes or usable_cores())
+
+    return exit_code(run)
 
 
-def _audit(runs: Sequence[str]) -> int:
+def _audit(runs: Sequence[str], num_processes: int) -> int:
     for run in runs:
         if not (Path(run) / JOURNAL_FILE).is_file():
             raise SettingError(f"{run} is not the folder of a run: it has no {JOURNAL_FILE}")
@@ -25,7 +38,7 @@ def _audit(runs: Sequence[str]) -> int:
 
     for run in runs:
         try:
-            lines = [*audit_lines(Path(run))]
+            lines = [*audit_lines(Path(run), num_processes)]
         except (JournalError, OSError) as error:
             print(error, file=sys.stderr)
             return 1

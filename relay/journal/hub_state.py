@@ -12,6 +12,9 @@ from .window import Window
 _NOT_OPENED = ev.Opened(epoch=0, samples_per_prompt=0)
 
 
+_LEASED, _READY, _FAILED = RowStatus.LEASED, RowStatus.READY, RowStatus.FAILED
+
+
 @dataclass(slots=True)
 class HubState:
     """Everything the hub knows. `cursor` counts first leases, and prompts passed over: with the seed, it is the position in the data.
@@ -83,8 +86,7 @@ class HubState:
     @property
     def in_flight(self) -> int:
         """Trajectories that were leased and have not met an end yet."""
-        failed = RowStatus.FAILED
-        return sum(row.status is not failed for group in self.groups.values() for row in group.rows)
+        return sum(row.status is not _FAILED for group in self.groups.values() for row in group.rows)
 
     @property
     def is_balanced(self) -> bool:
@@ -109,7 +111,7 @@ class HubState:
     def lease(self, rows: Mapping[RowId, Row], holder: str) -> None:
         """A rollout has these rows from now on."""
         for row in rows.values():
-            row.status = RowStatus.LEASED
+            row.status = _LEASED
             row.holder = holder
         if rows:
             self.held.setdefault(holder, {}).update(rows)
@@ -117,14 +119,14 @@ class HubState:
     def make_indexes(self) -> None:
         """Make the indexes of a state that has none: which rows each rollout has, and what can be trained."""
         for group in (*self.groups.values(), *self.evaluations.groups.values()):
-            for sample in group.samples(RowStatus.LEASED):
+            for sample in group.samples(_LEASED):
                 row = group.rows[sample]
                 self.lease({group.row_id(sample): row}, row.holder)
             self.queue.update(group)
 
     def end_lease(self, row_id: RowId, row: Row) -> None:
         """No rollout has a row any more; its new status is the caller's."""
-        if row.status is RowStatus.LEASED:
+        if row.status is _LEASED:
             rows = self.held[row.holder]
             del rows[row_id]
             if not rows:
@@ -143,7 +145,7 @@ class HubState:
     def has_attempt(self, row_id: RowId, attempt: int) -> bool:
         """Whether this attempt of a row is in the queue."""
         row = self.row(row_id)
-        return row is not None and row.status is RowStatus.READY and row.attempt == attempt
+        return row is not None and row.status is _READY and row.attempt == attempt
 
     def missing(self, attempts: Mapping[RowId, int]) -> list[RowId]:
         """The attempts among these that are no longer in the queue."""

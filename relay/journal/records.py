@@ -89,7 +89,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     version: int = 0
     holder: str = ""
     storage_ids: list[str] = []
-    columns: set[str] = set()  # each row gets its own
+    columns: frozenset[str] = frozenset()
     num_tokens: int = 0
     reward: float = 0.0
     num_versions: int = 1
@@ -100,7 +100,7 @@ class Row(msgspec.Struct, array_like=True, gc=False):
         """The row has to be generated again; its next lease gives it another attempt."""
         self.status = RowStatus.WANTED
         self.storage_ids = []
-        self.columns = set()
+        self.columns = frozenset()
 
 
 @dataclass(slots=True)
@@ -136,7 +136,9 @@ class Group:
 
     def has(self, columns: AbstractSet[str]) -> bool:
         """Whether the group is complete and its rows have all these columns."""
-        return self.is_complete and all(row.columns >= columns for row in self.rows if row.status is RowStatus.READY)
+        if not columns:
+            return self.is_complete
+        return self.is_complete and all(row.columns >= columns for row in self.rows if row.status is _READY)
 
     def row_id(self, sample: int) -> RowId:
         return self.id.row(sample)
@@ -231,7 +233,7 @@ class EvaluationLog:
     @property
     def open(self) -> int:
         """Samples without an end."""
-        return sum(len(group.samples(RowStatus.WANTED, RowStatus.LEASED)) for group in self.groups.values())
+        return sum(len(group.samples(_WANTED, _LEASED)) for group in self.groups.values())
 
     @property
     def is_balanced(self) -> bool:
@@ -254,13 +256,13 @@ class EvaluationLog:
 
     def wanted(self) -> list[Group]:
         """The groups with samples that no rollout has."""
-        return [group for group in self.groups.values() if group.samples(RowStatus.WANTED)]
+        return [group for group in self.groups.values() if group.samples(_WANTED)]
 
     def reopen(self) -> None:
         """Samples that were being generated have lost their holders."""
         self.num_leased = 0
         for group in self.groups.values():
-            for sample in group.samples(RowStatus.LEASED):
+            for sample in group.samples(_LEASED):
                 group.rows[sample].reset()
 
 

@@ -8,10 +8,11 @@ where *leased* counts each trajectory at its first lease, and *in flight* are th
 `apply` asserts that every event is legal in the state that it meets. It only checks: `relay/hub` makes the decisions.
 """
 
+from collections.abc import Iterable
 from functools import singledispatch
 
 from ...comm.errors import SettingError
-from ...comm.messages.base import GroupId
+from ...comm.messages.base import RowId
 from . import events as ev
 from .evaluations import begin_evaluation, end_sample
 from .hub_state import HubState
@@ -21,13 +22,26 @@ if not __debug__:
     raise SettingError("PYTHONOPTIMIZE: the rules of the journal are assertions; run Python without -O")
 
 
+_WANTED, _LEASED, _READY, _FAILED = RowStatus
+"""By these names, since Python 3.11 takes longer to find a member by its class than some rules take for an event."""
+
+
 def apply(event: ev.Event, state: HubState) -> None:
     """Move `state` by one event, in place. Raises AssertionError for an event that is not legal in this state."""
-    queue = state.queue
-    num_in_training = len(state.in_training)
-    num_queued = len(state.groups) - num_in_training
-    state.window.pass_time(event.t, num_queued, len(queue.ready), num_in_training, len(queue.at_tasks))
-    _RULES.get(type(event), _change)(event, state)
+    fold((event,), state)
+
+
+def fold(events: Iterable[ev.Event], state: HubState) -> None:
+    """Move `state` by these events in their order. At the first one that is not legal it raises AssertionError, KeyError or IndexError."""
+    rules = _RULES
+    window = state.window
+    for event in events:
+        if event.t != window.now:
+            queue = state.queue
+            num_in_training = len(state.in_training)
+            num_queued = len(state.groups) - num_in_training
+            window.pass_time(event.t, num_queued, len(queue.ready), num_in_training, len(queue.at_tasks))
+        rules[type(event)](event, state)
 
 
 @singledispatch
@@ -55,7 +69,7 @@ def _(event: ev.Opened, state: HubState) -> None:
         record.assigned.clear()
     for group in state.groups.values():
         group.step = None
-        for sample in group.samples(RowStatus.LEASED, RowStatus.READY):
+        for sample in group.samples(_LEASED, _READY):
             group.rows[sample].reset()
         state.unassigned[group.id] = None
     state.held.clear()
@@ -83,16 +97,21 @@ def _(event: ev.Leased, state: HubState) -> None:
         state.cursor += event.passed_over + 1
         state.account.leased += len(event.samples)
     state.unassigned.pop(event.group, None)
+    epoch, prompt, is_evaluation, holder = group.id.epoch, group.id.prompt, group.id.is_evaluation, event.holder
+    held = state.held.setdefault(holder, {}) if event.samples else {}
     for sample in event.samples:
         row = group.rows[sample]
-        assert row.status is RowStatus.WANTED, f"{event.group}.{sample} is {row.status.name}"
+        assert row.status is _WANTED, f"{event.group}.{sample} is {row.status.name}"
         assert row.attempt < event.attempt, f"{event.group}.{sample}: attempt {event.attempt} after {row.attempt}"
         row.attempt = event.attempt
         row.version = event.version if event.oldest is None else event.oldest
-    state.lease({group.row_id(sample): group.rows[sample] for sample in event.samples}, event.holder)
-    if len(event.samples) == len(group.rows) and not event.group.is_evaluation:
+        row.status = _LEASED
+        row.holder = holder
+        held[RowId(epoch, prompt, sample, is_evaluation)] = row
+    if is_evaluation:
+        state.evaluations.num_leased += len(event.samples)
+    elif len(event.samples) == len(group.rows):
         state.window.lease(event.group)
-    state.evaluations.num_leased += len(event.samples) * event.group.is_evaluation
     state.queue.update(group)
     state.incarnations[event.holder] = event.request_id >> 32
     grant = state.grants.get(event.holder)
@@ -106,12 +125,12 @@ def _(event: ev.Returned, state: HubState) -> None:
     group = state.group(event.group)
     assert group is not None, f"group {event.group} is not open"
     state.window.forget(event.group)
-    for sample in group.samples(RowStatus.LEASED):
+    for sample in group.samples(_LEASED):
         row = group.rows[sample]
         if row.attempt != event.attempt:
             continue
         state.end_lease(group.row_id(sample), row)
-        row.status = RowStatus.WANTED
+        row.status = _WANTED
         if event.group.is_evaluation:
             state.evaluations.num_leased -= 1
         else:
@@ -123,7 +142,7 @@ def _(event: ev.Returned, state: HubState) -> None:
 def _(event: ev.Moved, state: HubState) -> None:
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
-        assert row is not None and row.status is RowStatus.LEASED, f"row {row_id} is not leased"
+        assert row is not None and row.status is _LEASED, f"row {row_id} is not leased"
         assert row.holder == event.source, f"row {row_id} is held by {row.holder}"
         assert row.attempt < attempt, f"{row_id}: attempt {attempt} after {row.attempt}"
         state.end_lease(row_id, row)
@@ -135,34 +154,46 @@ def _(event: ev.Moved, state: HubState) -> None:
 
 @_change.register
 def _(event: ev.RowReady, state: HubState) -> None:
-    group = state.groups.get(event.row.group)
-    assert group is not None, f"row {event.row} is not leased"
-    row = group.rows[event.row.sample]
-    assert row.status is RowStatus.LEASED, f"row {event.row} is not leased"
-    is_lost = bool(state.lost_storage_ids) and not state.lost_storage_ids.isdisjoint(event.units)
+    """Most events are of this kind: what the other rules have in functions of the state is written out in it."""
+    row_id = event.row
+    group = state.groups.get(row_id.group)
+    assert group is not None, f"row {row_id} is not leased"
+    row = group.rows[row_id.sample]
+    assert row.status is _LEASED, f"row {row_id} is not leased"
+    is_lost = state.lost_storage_ids and not state.lost_storage_ids.isdisjoint(event.units)
     assert not is_lost, f"row {event.row} is in a unit that is lost"
+    held = state.held[row.holder]
+    del held[row_id]
+    if not held:
+        del state.held[row.holder]
+    row.status = _READY
+    row.storage_ids = event.units
     is_other_version = row.version != event.version
-    state.end_lease(event.row, row)
-    row.status = RowStatus.READY
-    row.storage_ids = list(event.units)
     row.version = event.version
     row.num_tokens = event.num_tokens
     row.reward = event.reward
     row.num_versions = event.num_versions
     row.num_prompt_tokens = event.num_prompt_tokens
     state.losses.finished += 1
-    state.num_continued += event.num_kept > 0
-    state.tokens_kept += event.num_kept
-    if is_other_version or group.is_complete:
+    if event.num_kept:
+        state.num_continued += 1
+        state.tokens_kept += event.num_kept
+    is_complete = True
+    for each in group.rows:
+        if each.status is _LEASED or each.status is _WANTED:
+            is_complete = False
+            break
+    if is_complete or is_other_version:
         state.queue.update(group)
-    _end_row(event.row.group, state)
-
-
-def _end_row(group_id: GroupId, state: HubState) -> None:
-    """A row of a group is ready or failed."""
     state.window.row_ready()
-    if group_id in state.queue.ready or group_id in state.queue.at_tasks:
-        state.window.end(group_id)
+    if is_complete:
+        _end_group(group, state)
+
+
+def _end_group(group: Group, state: HubState) -> None:
+    """The last row of a group is ready or failed."""
+    if group.id in state.queue.ready or group.id in state.queue.at_tasks:
+        state.window.end(group.id)
 
 
 @_change.register
@@ -177,13 +208,13 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         assert ref.row.group == event.group, f"{ref.row} is not of group {event.group}"
         assert not ref.is_partial, f"{ref.row} is unfinished"
         row = group.rows[ref.row.sample]
-        assert row.status is RowStatus.WANTED, f"{ref.row} is {row.status.name}"
+        assert row.status is _WANTED, f"{ref.row} is {row.status.name}"
         assert row.attempt <= ref.attempt, f"{ref.row}: attempt {ref.attempt} after {row.attempt}"
         group.rows[ref.row.sample] = Row(
-            RowStatus.READY, ref.attempt, ref.version, storage_ids=ref.storage_ids, num_tokens=ref.num_tokens,
+            _READY, ref.attempt, ref.version, storage_ids=ref.storage_ids, num_tokens=ref.num_tokens,
             reward=ref.reward, num_versions=ref.num_versions, num_prompt_tokens=ref.num_prompt_tokens,
         )  # fmt: skip
-    if group.samples(RowStatus.WANTED):
+    if group.samples(_WANTED):
         state.unassigned[event.group] = None
     else:
         state.unassigned.pop(event.group, None)
@@ -200,10 +231,10 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
         return
     assert group.step is None, f"group {event.group} is handed out"
     state.window.forget(event.group)
-    rows = group.samples(RowStatus.WANTED, RowStatus.LEASED)
+    rows = group.samples(_WANTED, _LEASED)
     for sample in rows:
         state.end_lease(group.row_id(sample), group.rows[sample])
-    ready = group.row_ids(RowStatus.READY)
+    ready = group.row_ids(_READY)
     state.account.failed += len(rows)
     state.failures[event.reason] += len(rows)
     state.account.evicted += len(ready)
@@ -217,16 +248,17 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
 @_change.register
 def _(event: ev.RowFailed, state: HubState) -> None:
     row = state.row(event.row)
-    assert row is not None and row.status is RowStatus.LEASED, f"row {event.row} is not leased"
+    assert row is not None and row.status is _LEASED, f"row {event.row} is not leased"
     state.end_lease(event.row, row)
-    row.status = RowStatus.FAILED
+    row.status = _FAILED
     state.account.failed += 1
     state.failures[event.reason] += 1
     state.losses.fail(1, event.reason)
     group = state.groups[event.row.group]
     state.queue.update(group)
-    _end_row(group.id, state)
-    if all(row.status is RowStatus.FAILED for row in group.rows):
+    state.window.row_ready()
+    _end_group(group, state)
+    if all(row.status is _FAILED for row in group.rows):
         del state.groups[group.id]
         state.window.drop(group.id)
 
@@ -249,8 +281,8 @@ def _(event: ev.RowsLost, state: HubState) -> None:
     for row_id, attempt in zip(event.rows, event.attempts, strict=True):
         row = state.row(row_id)
         assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
-        assert row.status in (RowStatus.LEASED, RowStatus.READY), f"row {row_id} is {row.status.name}"
-        state.regenerated += row.status is RowStatus.READY
+        assert row.status in (_LEASED, _READY), f"row {row_id} is {row.status.name}"
+        state.regenerated += row.status is _READY
         group = state.groups[row_id.group]
         state.end_lease(row_id, row)
         row.reset()
@@ -299,7 +331,7 @@ def _(event: ev.ColumnsReady, state: HubState) -> None:
         row = state.groups[row_id.group].rows[row_id.sample]
         assert units and set(units) <= set(row.storage_ids), f"row {row_id} is in {row.storage_ids}, not in {units}"
         row.storage_ids = list(units)
-        row.columns |= set(event.columns)
+        row.columns |= frozenset(event.columns)
         state.queue.update(state.groups[row_id.group])
     record.close(event.number, consumed=event.rows, missing=state.missing(attempts))
 
@@ -316,9 +348,9 @@ def _(event: ev.GroupFiltered, state: HubState) -> None:
     group = state.groups.pop(event.group)
     state.queue.remove(event.group)
     state.window.drop(event.group)
-    state.release(group.row_ids(RowStatus.READY))
+    state.release(group.row_ids(_READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
-    num_ready = len(group.samples(RowStatus.READY))
+    num_ready = len(group.samples(_READY))
     state.account.filtered += num_ready
     state.losses.filter(num_ready)
 
@@ -339,9 +371,9 @@ def _(event: ev.Handed, state: HubState) -> None:
 def _(event: ev.Trained, state: HubState) -> None:
     assert event.step == state.step, f"step {event.step} trained while step {state.step} was due"
     groups = [state.groups.pop(group_id) for group_id in state.in_training]
-    rows = [row for group in groups for row in group.rows if row.status is RowStatus.READY]
+    rows = [row for group in groups for row in group.rows if row.status is _READY]
     if state.tasks:
-        state.release(row_id for group in groups for row_id in group.row_ids(RowStatus.READY))
+        state.release(row_id for group in groups for row_id in group.row_ids(_READY))
     state.account.trained += len(rows)
     state.tokens_trained += sum([row.num_tokens for row in rows])
     state.staleness.update([event.step - row.version for row in rows])
@@ -406,5 +438,5 @@ def _(event: ev.Ended, state: HubState) -> None:
     state.ended = event.reason
 
 
-_RULES = _change.registry
+_RULES = {kind: _change.dispatch(kind) for kind in ev.Event.__subclasses__()}
 """The rules by the class of the event: looking them up here is faster than calling `_change`."""

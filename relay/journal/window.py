@@ -20,6 +20,7 @@ after the other. Nor does the time until the first row, in which rollouts also s
 
 import math
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -172,7 +173,8 @@ class Window:
             self.silent_s = 0.0  # nothing is generated
         self.least_ready = min(self.least_ready, num_ready)
         self.most_queued = max(self.most_queued, num_queued)
-        self.is_full |= num_queued + 1 >= self.limit
+        if num_queued + 1 >= self.limit:
+            self.is_full = True
         if not num_ready and not num_at_tasks and num_in_training < self.per_step:
             self.dry_s += seconds
 
@@ -182,6 +184,8 @@ class Window:
 
     def row_ready(self) -> None:
         """A row became ready, or failed."""
+        if self.has_rows and not self.silent_s:
+            return  # no time has passed since the last one
         is_stall = 0 < _STALL * (self.latency_s + self.step_s) < self.silent_s and self.latency_s > 0
         if is_stall:
             self.num_stalls = self.num_stalls + 1 if self.num_since_stall <= _APART * self._sample else 1
@@ -264,8 +268,9 @@ class Window:
         for at, latency_s in self.ended[:-num]:
             self.since = max(self.since, at + latency_s)
         self.ended = self.ended[-num:]
-        begins = np.array([*self.began.values(), *(at for at, _ in self.ended)])
-        ages = np.array([*(self.clock - at for at in self.began.values()), *(latency_s for _, latency_s in self.ended)])
+        alive = np.fromiter(self.began.values(), float, len(self.began))
+        at, latency_s = np.fromiter(chain.from_iterable(self.ended), float, 2 * len(self.ended)).reshape(-1, 2).T
+        begins, ages = np.append(alive, at), np.append(self.clock - alive, latency_s)
         self.latency_s = mean_latency(self.since - begins, ages, len(self.began))
         self._choose()
 
@@ -295,7 +300,7 @@ def mean_latency(before_s: np.ndarray, ages_s: np.ndarray, num_alive: int) -> fl
     longest = np.max(ages_s, initial=0.0)
     times = np.append(ends, min(longest, _LONGEST * ends[-1]) if len(ends) else longest)
     # Not a dot product, whose last digits depend on the processor: a replay has the same state everywhere.
-    return math.fsum(np.append(1.0, alive) * np.diff(times, prepend=0.0))
+    return math.fsum((np.append(1.0, alive) * np.diff(times, prepend=0.0)).tolist())
 
 
 def _smoothed(before: float, measured: float) -> float:

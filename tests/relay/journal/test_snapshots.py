@@ -48,7 +48,7 @@ def test_the_next_hub_folds_the_events_after_the_newest_snapshot_alone(recorder:
     train(recorder, 5)
     places = [*named_by_place(recorder.path, "state")]
     applied = []
-    monkeypatch.setattr("headrace.relay.journal.replay.apply", lambda event, state: applied.append(event))
+    monkeypatch.setattr("headrace.relay.journal.replay.fold", lambda events, state: applied.extend(events))
     recover(recorder.path)
     assert applied == [event for _, event in read_events(recorder.path, places[-1])] and len(applied) == 7
     assert len(places) == 2, "one more is kept, in case the newest is torn"
