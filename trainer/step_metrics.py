@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
-    "router_loss", "staleness", "row_tokens", "tree_tokens", "prompts_with_turns", "prompts_looked_at",
+    "router_loss", "staleness", "row_tokens", "tree_tokens", "prompts_with_turns", "prompts_looked_at", "answered",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -68,7 +68,9 @@ class StepMetrics:
             self.rows += group.rows()
         for mask, truncated in zip(batch["loss_mask"], batch["truncated"], strict=True):
             drawn = int((mask != 0).sum())  # without what an environment inserted
-            self._add(responses=1, response_tokens=drawn, truncated=float(truncated[0]))
+            self._add(
+                responses=1, response_tokens=drawn, truncated=float(truncated[0]), answered=float(drawn < len(mask))
+            )
             self._update_max(response_tokens=drawn)
         for row in batch.rows:
             if (notes := batch.columns[row.key].get("reward_info")) is not None:
@@ -131,9 +133,9 @@ class StepMetrics:
         self._notes = {name: (totals[2 * i], int(totals[2 * i + 1])) for i, name in enumerate(names)}
 
     @property
-    def cut_share(self) -> float:
-        """Share of the responses that were cut at their longest length, after `reduce`; 0 of none."""
-        return self._sums["truncated"] / max(self._sums["responses"], 1)
+    def num_answered(self) -> int:
+        """Responses to a turn of which an environment, such as a tool, has answered, after `reduce`."""
+        return round(self._sums["answered"])
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """Metrics of the data and of the loss, for a step that trained `version`."""
@@ -145,7 +147,7 @@ class StepMetrics:
         out: dict[str, float | dict[str, int]] = {
             "response_length/mean": s["response_tokens"] / s["responses"],
             "response_length/max": self._maxima["response_tokens"],
-            "response_length/clip_ratio": self.cut_share,
+            "response_length/clip_ratio": s["truncated"] / max(s["responses"], 1),
             "perf/micro_batches": float(self.num_micro_batches),
             "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
             "actor/entropy": s["entropy"] / n,

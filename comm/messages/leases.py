@@ -148,6 +148,8 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Tokens that it has prefilled."""
     found: int = 0
     """Tokens that its prefix cache had, so that they were not prefilled."""
+    dropped: int = 0
+    """Tokens that it dropped from a full cache."""
     num_at_tools: int = 0
     """Unfinished trajectories that wait for their environments."""
     peak_running: int = 0

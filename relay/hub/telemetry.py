@@ -76,13 +76,15 @@ class FleetStats:
             out[f"idle/{role}"] = idle / (busy + idle)
             if loads := [meter.now for meter in meters if isinstance(meter.now, LoadReport)]:
                 before = [meter.before for meter in meters if isinstance(meter.before, LoadReport)]
-                tokens, prefilled, found = (
+                tokens, prefilled, found, dropped = (
                     sum(getattr(load, name) for load in loads) - sum(getattr(load, name) for load in before)
-                    for name in ("tokens", "prefilled", "found")
+                    for name in ("tokens", "prefilled", "found", "dropped")
                 )
                 out["rollout/tok_per_s"] = tokens * len(loads) / (busy + idle)
                 if found + prefilled:
                     out["rollout/prefix_cache_hit_rate"] = found / (found + prefilled)
+                if tokens + prefilled:
+                    out["rollout/kv_dropped_frac"] = dropped / (tokens + prefilled)
                 out["rollout/kv_util"] = sum(load.kv_util for load in loads) / len(loads)
                 out["weights/pull_s"] = max(load.pull_s for load in loads)
         return Snapshot(out, sums, [(meter, meter.now) for meter in self._meters.values()])

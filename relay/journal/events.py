@@ -269,7 +269,7 @@ class Ending(Event, frozen=True, kw_only=True):
     error: str = ""
     exit_code: int = 0
     gone: str = ""
-    facts: dict[str, float | int | str] | None = None
+    facts: dict[str, float | int | str | list[str]] | None = None
 
 
 class Ended(Event, frozen=True, kw_only=True):

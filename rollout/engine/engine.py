@@ -223,6 +223,11 @@ class Engine:
         return self.scheduler.num_recomputed
 
     @property
+    def num_dropped(self) -> int:
+        """Tokens so far whose keys and values were dropped because the cache was full."""
+        return self.scheduler.num_dropped
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is queued, running or paused."""
         return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.paused or self._finished_early)

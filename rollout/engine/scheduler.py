@@ -55,6 +55,8 @@ class Scheduler:
         """Tokens prefilled."""
         self.num_recomputed = 0
         """Tokens dropped from the cache and prefilled again."""
+        self.num_dropped = 0
+        """Tokens dropped from the cache to make room for others."""
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group. Its sequences join a group of the same tokens that no step has reached yet.
@@ -321,6 +323,7 @@ class Scheduler:
     def _preempt(self) -> Sequence:
         """Move the newest running sequence to the head of the queue; its cache is computed again later."""
         sequence = self.running.pop()
+        self.num_dropped += sequence.num_cached
         self._requeue(sequence)
         self.num_preempted += 1
         return sequence
@@ -336,12 +339,14 @@ class Scheduler:
         Else resumed sequences in the queue would hold all pages, and few sequences would run."""
         for sequence in reversed(self.paused):
             if sequence.pages:
+                self.num_dropped += sequence.num_cached
                 self._release(sequence)
                 return True
         for group in reversed(self.waiting):
             if group is keep and is_behind:
                 return False
             if group.pages and group is not keep:
+                self.num_dropped += group.num_cached
                 self._forget_prefix(group)
                 return True
         return False

@@ -14,8 +14,8 @@ from ...comm.messages import LearningAlarm, TrainingDone
 from ...comm.recipe import Recipe
 from ...comm.waits import waited_seconds
 from ..alarms.balance import Balance, layout_of
-from ..alarms.collapse import CollapseWatch
-from ..alarms.cut_responses import CutResponses
+from ..alarms.run_alarms import RunAlarms
+from ..alarms.unused_tools import ANSWERED
 from ..checkpoint import CheckpointWriter
 from ..step_metrics import StepMetrics
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
@@ -40,8 +40,7 @@ class RunRecorder:
         self.mailbox = mailbox
         self.log = MetricsLog(run_dir, first_step, clock, recipe.comm.deadline_s)
         self.num_steps = recipe.run.steps
-        self.cuts = CutResponses(recipe.sampling.max_new_tokens)
-        self.collapse = CollapseWatch(recipe)
+        self.alarms = RunAlarms(recipe)
         self.has_collapsed = False
         """Whether an alarm of this process ends the run."""
         self.checkpoints = checkpoints
@@ -58,7 +57,7 @@ class RunRecorder:
         """The values of `checkpoint.best` by version, if it is a metric of evaluations."""
         for line in self.log.lines():
             self.next_step = line["step"] + 1
-            self.collapse.step(line["step"], line)
+            self.alarms.step(line["step"], line)
             self.rewards.append(line["reward/mean"])
             self.num_tokens += round(line["perf/throughput"] * line["timing_s/step"])
             if "eval/version" in line:
@@ -79,17 +78,15 @@ class RunRecorder:
         }
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
-        metrics |= self.collapse.step(step, metrics)
+        metrics |= self.alarms.step(step, {**metrics, ANSWERED: stats.num_answered})
         self.samples.write(step, stats.shown)  # first, so that no step of the metrics lacks its samples
         self.log.write(step, metrics)
         say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
         self.samples.show(step)
-        for text in self.collapse.told(self.checkpoints.newest):
-            say(f"alarm: {text}")
-            self.mailbox.send("hub", LearningAlarm(text, self.collapse.ends_run))
-            self.has_collapsed = self.collapse.ends_run
-        if warning := self.cuts.warning(stats.cut_share):
-            say(warning)
+        for told in self.alarms.told(self.checkpoints.newest):
+            say(told.line)
+            self.mailbox.send("hub", LearningAlarm(told.text, told.ends_run))
+            self.has_collapsed |= told.ends_run
         rollout_idle = metrics.get("idle/rollout")
         if advice := self.balance.step(step_s, wait_s, rollout_idle if isinstance(rollout_idle, float) else None):
             say(advice)
@@ -109,15 +106,17 @@ class RunRecorder:
         """Send the hub the facts for the summary; `saved` are the versions that the run leaves."""
         elapsed_s = self.log.elapsed_s
         num = len(self.rewards)
-        facts: dict[str, float | int | str] = {"export": export, "time_s": round(elapsed_s, 2)}
+        facts: dict[str, float | int | str | list[str]] = {"export": export, "time_s": round(elapsed_s, 2)}
         facts["tokens_per_s"] = round(self.num_tokens / max(elapsed_s, 1e-9), 1)
         if tenth := min(max(3, num // 10), num):
             facts["reward_first"] = round(sum(self.rewards[:tenth]) / tenth, 4)
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
         if advice := self.balance.advice():
             facts["advice"] = advice
-        if self.collapse.last:
-            facts["alarm"] = self.collapse.last
+        if self.alarms.last_collapse:
+            facts["alarm"] = self.alarms.last_collapse
+        if self.alarms.warnings:
+            facts["warnings"] = [*self.alarms.warnings.values()]
         if unbeaten := unbeaten_line(self.best, self.scores, saved):
             facts["best"] = unbeaten
         self.log.close()
