@@ -42,6 +42,8 @@ class LeasedRow:
     """For the reward functions: text, or the messages of several turns."""
     reward: float | None = None
     failure: str = ""
+    broken_by: str = ""
+    """What its environment did, where that is the failure: "error", or "late" for no answer in time."""
     info: dict[str, Any] = field(default_factory=dict)
     """`metrics`: numbers to average over a step, each function's reward among them; `extra`: other notes on the sample."""
     frames: list[str] = field(default_factory=list)
@@ -136,8 +138,12 @@ class LeasedRow:
             "loss_mask": self._loss_mask(len(done.token_ids)),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
-            "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
+            "reward_info": np.frombuffer(msgspec.json.encode(self._notes()), dtype=np.uint8),
         }
+
+    def _notes(self) -> dict[str, Any]:
+        """What the trainer's metrics have of the row beyond its tokens."""
+        return self.info if self.episode is None else {**self.info, "turns": self.episode.figures()}
 
     def _sample_scored(self) -> SampleScored:
         done = self.completion

@@ -16,6 +16,7 @@ from .algorithms.objective import LossTerms
 from .batch import PackedBatch
 from .policy.device import DeviceSums
 from .record.shown_rows import ShownRows
+from .turn_metrics import TurnMetrics
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -54,6 +55,7 @@ class StepMetrics:
         """Those of all ranks, after `reduce`."""
         self._notes: dict[str, tuple[float, int]] = {}
         """Sum and count of each number that reward functions noted on responses."""
+        self._turns = TurnMetrics()
 
     @property
     def mean_reward(self) -> float:
@@ -73,10 +75,14 @@ class StepMetrics:
             )
             self._update_max(response_tokens=drawn)
         for row in batch.rows:
-            if (notes := batch.columns[row.key].get("reward_info")) is not None:
-                for name, value in msgspec.json.decode(notes.tobytes()).get("metrics", {}).items():
+            columns = batch.columns[row.key]
+            if (info := columns.get("reward_info")) is not None:
+                notes = msgspec.json.decode(info.tobytes())
+                for name, value in notes.get("metrics", {}).items():
                     total, count = self._notes.get(name, (0.0, 0))
                     self._notes[name] = (total + value, count + 1)
+                if (turns := notes.get("turns")) is not None:
+                    self._turns.add(turns, int((columns["loss_mask"] == 0).sum()))
 
     def add_turns(self, batch: "Batch", turn_tokens: frozenset[int]) -> None:
         """Count the prompts of this rank's rows that have any of the tokens by which the model's own chat template marks turns."""
@@ -128,6 +134,7 @@ class StepMetrics:
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
         self._kl_totals = group.all_reduce_sum(self._kl_table.totals())
+        self._turns.reduce(group)
         names = group.union(self._notes)
         totals = group.all_reduce_sum([float(part) for name in names for part in self._notes.get(name, (0.0, 0))])
         self._notes = {name: (totals[2 * i], int(totals[2 * i + 1])) for i, name in enumerate(names)}
@@ -182,6 +189,7 @@ class StepMetrics:
         if stale := s["tokens"] - s["fresh"]:
             out["staleness/kl"] = s["stale_kl"] / stale
             out["staleness/limited_frac"] = s["limited"] / stale
+        out |= self._turns.metrics()
         return out | kl_metrics(self._kl_totals or self._kl_table.totals())
 
     def _read(self) -> None:

@@ -12,7 +12,6 @@ from ...comm.disk import say
 from ...comm.mailbox import Mailbox
 from ...comm.messages import LearningAlarm, TrainingDone
 from ...comm.recipe import Recipe
-from ...comm.waits import waited_seconds
 from ..alarms.balance import Balance, layout_of
 from ..alarms.run_alarms import RunAlarms
 from ..alarms.unused_tools import ANSWERED
@@ -20,6 +19,7 @@ from ..checkpoint import CheckpointWriter
 from ..step_metrics import StepMetrics
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .samples_log import SamplesLog
+from .wait_metrics import WaitMeter
 
 
 class RunRecorder:
@@ -46,6 +46,7 @@ class RunRecorder:
         self.checkpoints = checkpoints
         self.time_left = TimeLeft(self.num_steps)
         self.balance = Balance(layout_of(recipe))
+        self.waits = WaitMeter()
         self.next_step = 0
         """The first step that has no line in the log."""
         self.rewards: list[float] = []
@@ -74,7 +75,7 @@ class RunRecorder:
             "idle/actor": wait_s / step_s,
             "perf/throughput": tokens / step_s,
             "perf/max_memory_allocated_gb": _peak_memory_gb(),
-            **{f"wait/{whom}": seconds for whom, seconds in waited_seconds().items()},
+            **self.waits.step(),
         }
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
