@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SUMS = (
     "tokens", "weight", "pg_loss", "clipped", "ppo_kl", "entropy", "ratio", "ratio_squared", "fresh", "prob_diff", "logprob_diff",
     "mismatch_kl", "limited", "limited_fresh", "stale_kl", "kl", "responses", "response_tokens", "truncated", "non_finite",
-    "router_loss", "staleness", "row_tokens", "tree_tokens", "prompts_with_turns", "prompts_looked_at", "answered",
+    "router_loss", "staleness", "row_tokens", "tree_tokens", "prompts_with_turns", "prompts_looked_at",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
 
@@ -70,9 +70,7 @@ class StepMetrics:
             self.rows += group.rows()
         for mask, truncated in zip(batch["loss_mask"], batch["truncated"], strict=True):
             drawn = int((mask != 0).sum())  # without what an environment inserted
-            self._add(
-                responses=1, response_tokens=drawn, truncated=float(truncated[0]), answered=float(drawn < len(mask))
-            )
+            self._add(responses=1, response_tokens=drawn, truncated=float(truncated[0]))
             self._update_max(response_tokens=drawn)
         for row in batch.rows:
             columns = batch.columns[row.key]
@@ -138,11 +136,6 @@ class StepMetrics:
         names = group.union(self._notes)
         totals = group.all_reduce_sum([float(part) for name in names for part in self._notes.get(name, (0.0, 0))])
         self._notes = {name: (totals[2 * i], int(totals[2 * i + 1])) for i, name in enumerate(names)}
-
-    @property
-    def num_answered(self) -> int:
-        """Responses to a turn of which an environment, such as a tool, has answered, after `reduce`."""
-        return round(self._sums["answered"])
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """Metrics of the data and of the loss, for a step that trained `version`."""

@@ -14,7 +14,6 @@ from ...comm.messages import LearningAlarm, TrainingDone
 from ...comm.recipe import Recipe
 from ..alarms.balance import Balance, layout_of
 from ..alarms.run_alarms import RunAlarms
-from ..alarms.unused_tools import ANSWERED
 from ..checkpoint import CheckpointWriter
 from ..step_metrics import StepMetrics
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
@@ -79,7 +78,7 @@ class RunRecorder:
         }
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
-        metrics |= self.alarms.step(step, {**metrics, ANSWERED: stats.num_answered})
+        metrics |= self.alarms.step(step, metrics)
         self.samples.write(step, stats.shown)  # first, so that no step of the metrics lacks its samples
         self.log.write(step, metrics)
         say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))

@@ -12,21 +12,21 @@ from headrace.trainer.alarms.equal_rewards import EqualRewards
 from headrace.trainer.alarms.full_cache import FullCache
 from headrace.trainer.alarms.run_alarms import RunAlarms
 from headrace.trainer.alarms.staleness_bound import StalenessBound
-from headrace.trainer.alarms.unused_tools import ANSWERED, UnusedTools
+from headrace.trainer.alarms.unused_tools import UnusedTools
 from headrace.trainer.alarms.watch import STEPS
 
 Step = Mapping[str, object]
 HEALTHY: Step = {
     "reward/mean": 0.3, "reward/min": 0.0, "reward/max": 1.0, "group/zero_std_frac": 0.56, "response_length/clip_ratio": 0.08,
-    "staleness/hist": {"1": 72, "2": 56}, "idle/actor": 0.04, "idle/rollout": 0.3, "rollout/kv_dropped_frac": 0.0, ANSWERED: 90,
+    "staleness/hist": {"1": 72, "2": 56}, "idle/actor": 0.04, "idle/rollout": 0.3, "rollout/kv_dropped_frac": 0.0, "tools/called_frac": 0.7,
 }  # fmt: skip
 """Figures of a step of the quickstart."""
 SAME: Step = {"group/zero_std_frac": 1.0}
 CUT: Step = {"response_length/clip_ratio": 0.95}
-UNUSED: Step = {ANSWERED: 0}
+UNUSED: Step = {"tools/called_frac": 0.0}
 BOUND: Step = {"staleness/hist": {"1": 40, "2": 88}, "idle/actor": 0.4, "idle/rollout": 0.3}
 THRASHING: Step = {"rollout/kv_dropped_frac": 0.4}
-WORDS = ("environment.tools=tools.py:calc", "queue.max_staleness=2", "sampling.max_new_tokens=32")
+WORDS = ("queue.max_staleness=2", "sampling.max_new_tokens=32")
 SICK = {
     "equal_rewards": SAME, "cut_responses": CUT, "unused_tools": UNUSED, "staleness_bound": BOUND, "full_cache": THRASHING,
 }  # fmt: skip
@@ -123,9 +123,10 @@ def test_tools_are_unused_only_if_no_response_of_the_run_has_called_one():
         return [step for step, _ in told(RunAlarms(recipe, [UnusedTools(recipe)]), *steps)]
 
     assert count(*repeat(UNUSED, 30)) == [9], "300 responses are 9.4 steps of 32"
-    assert count(*repeat(UNUSED, 8), {ANSWERED: 1}, *repeat(UNUSED, 30)) == []
-    without = read_recipe(None, [])
-    assert [*told(RunAlarms(without, [UnusedTools(without)]), *repeat(UNUSED, 30))] == []
+    assert count(*repeat(UNUSED, 8), {"tools/called_frac": 0.03}, *repeat(UNUSED, 30)) == []
+    without = {name: value for name, value in HEALTHY.items() if not name.startswith("tools/")}
+    alarms = RunAlarms(recipe, [UnusedTools(recipe)])
+    assert [alarms.step(step, without) for step in range(30)] == [{}] * 30, "a run without tools"
 
 
 @pytest.mark.parametrize(
