@@ -25,7 +25,7 @@ class EqualRewards:
         teaches = number(metrics, "group/zero_std_frac") < self.SHARE if self._is_of_group else least < most
         if self._streak.is_full("reward/mean" in metrics and not teaches and not self._is_known):
             mean = number(metrics, "reward/mean")
-            of = "of nearly all groups" if self._is_of_group else "of a step"
+            of = f"within at least {self.SHARE:.0%} of the groups" if self._is_of_group else "of the whole step"
             yield Alarm(
                 "equal_rewards",
                 f"nothing is learnt: in each of the last {STEPS} steps the rewards {of} are equal, {_which(mean, least, most)}"
