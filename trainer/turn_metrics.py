@@ -87,7 +87,10 @@ class TurnMetrics:
         ranked = sorted(found.calls, key=lambda name: (-found.calls[name], name))
         shown = [*ranked[:MOST_NAMES]]
         for name in shown:
-            out |= {f"tools/{name}/calls": float(found.calls[name]), f"tools/{name}/failed": float(found.failed.get(name, 0))}
+            out |= {
+                f"tools/{name}/calls": float(found.calls[name]),
+                f"tools/{name}/failed": float(found.failed.get(name, 0)),
+            }
         if rest := ranked[MOST_NAMES:]:
             out[f"tools/{OTHERS}/calls"] = float(sum(found.calls[name] for name in rest))
             out[f"tools/{OTHERS}/failed"] = float(sum(found.failed.get(name, 0) for name in rest))
@@ -98,4 +101,7 @@ def _seconds(what: str, seconds: list[float]) -> dict[str, float]:
     """Mean and 95th percentile, none of no seconds."""
     if not seconds:
         return {}
-    return {f"{what}/seconds_mean": sum(seconds) / len(seconds), f"{what}/seconds_p95": float(np.percentile(seconds, 95))}
+    return {
+        f"{what}/seconds_mean": sum(seconds) / len(seconds),
+        f"{what}/seconds_p95": float(np.percentile(seconds, 95)),
+    }

@@ -37,6 +37,8 @@ class WaitMeter:
         for whom, waited_s in waited_seconds().items():
             role = role_of_wait(whom)
             seconds[role] = seconds.get(role, 0.0) + waited_s
-        found = {f"wait_s/{role}": max(0.0, waited_s - self._before.get(role, 0.0)) for role, waited_s in seconds.items()}
+        found = {
+            f"wait_s/{role}": max(0.0, waited_s - self._before.get(role, 0.0)) for role, waited_s in seconds.items()
+        }
         self._before = seconds
         return found
