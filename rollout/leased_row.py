@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..comm.messages import RowDone, RowId, SampleScored
+from ..comm.messages import DrawnTokens, RowDone, RowId, SampleScored
 from .engine.sequence import Completion
 from .environments.base import Episode
 
@@ -48,6 +48,8 @@ class LeasedRow:
     """`metrics`: numbers to average over a step, each function's reward among them; `extra`: other notes on the sample."""
     frames: list[str] = field(default_factory=list)
     """The lines of the user's code on the way to the error that is the failure."""
+    tokens_then: DrawnTokens = field(default_factory=DrawnTokens)
+    """Those of the rollout when the trajectory had ended."""
 
     @property
     def num_drawn(self) -> int:
@@ -56,6 +58,12 @@ class LeasedRow:
             return 0
         inserted = 0 if self.episode is None else self.episode.num_inserted(start=self.num_kept)
         return len(self.completion.token_ids) - self.num_kept - inserted
+
+    @property
+    def num_from_policy(self) -> int:
+        """Tokens of the finished response that a policy has drawn, here or elsewhere."""
+        inserted = 0 if self.episode is None else self.episode.num_inserted()
+        return 0 if self.completion is None else len(self.completion.token_ids) - inserted
 
     @property
     def episode_reward(self) -> float:
@@ -124,6 +132,9 @@ class LeasedRow:
             failure=self.failure,
             num_kept=self.num_kept,
             num_prompt_tokens=len(done.prompt_ids) if done and self._shares_prompt else 0,
+            num_drawn=self.num_from_policy,
+            drawn=self.tokens_then,
+            broken_by=self.broken_by,
         )
 
     def columns(self) -> dict[str, np.ndarray]:
@@ -157,6 +168,8 @@ class LeasedRow:
             reward=self.reward,
             failure=self.failure,
             text=text[:MOST_TEXT],
+            num_drawn=self.num_from_policy,
+            drawn=self.tokens_then,
         )
 
     def _loss_mask(self, num_tokens: int) -> np.ndarray:

@@ -97,7 +97,6 @@ class LoadTotals:
             batch_bound=migration.batch_bound,
             prefilled=generator.num_prefilled,
             found=generator.num_found,
-            dropped=getattr(generator, "num_dropped", 0),  # a user's generator may not have it
             num_at_tools=max(0, num_paused) + num_starting,
             peak_running=self.peak_running,
         )

@@ -1,30 +1,35 @@
 """A warning for runs whose KV cache is too small for the trajectories that decode together."""
 
+from collections import deque
 from collections.abc import Iterator
 
 from ...comm.recipe import Recipe
-from .watch import STEPS, Alarm, Metrics, Streak, number
+from .watch import Alarm, Metrics, number
 
 
 class FullCache:
     """Warns of a run that computes many tokens again, because a full KV cache has dropped their keys and values."""
 
+    STEPS = 10
+    """Steps that are judged together: the rollouts report about once a second, so short steps often have no such tokens."""
     SHARE = 0.25
-    """Of the tokens drawn and prefilled. A cache that is full now and then, as planned for mean lengths, drops a few."""
+    """Tokens computed again for each one drawn. A cache that suffices for responses of mean length is full now and then."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._running = recipe.generator.max_running
-        self._streak = Streak()
+        self._running = recipe.generator.num_slots
+        self._last: deque[tuple[float, float]] = deque(maxlen=self.STEPS)
+        """Tokens computed again, and drawn."""
 
     def judge(self, metrics: Metrics) -> Iterator[Alarm]:
-        if "rollout/kv_dropped_frac" not in metrics:  # no rollout has reported within this step
+        if "tokens/generated" not in metrics:
             return
-        share = number(metrics, "rollout/kv_dropped_frac")
-        if self._streak.is_full(share > self.SHARE):
+        self._last.append((number(metrics, "tokens/recomputed/full_cache"), number(metrics, "tokens/generated")))
+        again = sum(tokens for tokens, _ in self._last)
+        share = again / max(sum(tokens for _, tokens in self._last), 1.0)
+        if len(self._last) == self.STEPS and share > self.SHARE:
             yield Alarm(
                 "full_cache",
-                f"the KV cache is too small: for {STEPS} steps, more than {self.SHARE:.0%} of the tokens that the rollouts compute"
-                f" ({share:.0%} in the last one) were dropped from it and have to be computed again; set a larger generator.kv_gb or"
-                f" generator.gpu_share, or generator.max_running below {self._running}"
-                " (docs/use/warnings.md#a-full-kv-cache)",
+                f"the KV cache is too small: in the last {self.STEPS} steps {share:.2g} tokens were computed again for each token drawn,"
+                " since it had no room for them; set a larger generator.kv_gb or generator.gpu_share, or generator.max_running below"
+                f" {self._running} (docs/use/warnings.md#a-full-kv-cache)",
             )

@@ -18,14 +18,14 @@ from headrace.trainer.alarms.watch import STEPS
 Step = Mapping[str, object]
 HEALTHY: Step = {
     "reward/mean": 0.3, "reward/min": 0.0, "reward/max": 1.0, "group/zero_std_frac": 0.56, "response_length/clip_ratio": 0.08,
-    "staleness/hist": {"1": 72, "2": 56}, "idle/actor": 0.04, "idle/rollout": 0.3, "rollout/kv_dropped_frac": 0.0, "tools/called_frac": 0.7,
+    "staleness/hist": {"1": 72, "2": 56}, "idle/actor": 0.04, "idle/rollout": 0.3, "tokens/generated": 1500.0, "tools/called_frac": 0.7,
 }  # fmt: skip
 """Figures of a step of the quickstart."""
 SAME: Step = {"group/zero_std_frac": 1.0}
 CUT: Step = {"response_length/clip_ratio": 0.95}
 UNUSED: Step = {"tools/called_frac": 0.0}
 BOUND: Step = {"staleness/hist": {"1": 40, "2": 88}, "idle/actor": 0.4, "idle/rollout": 0.3}
-THRASHING: Step = {"rollout/kv_dropped_frac": 0.4}
+THRASHING: Step = {"tokens/recomputed/full_cache": 600.0}
 WORDS = ("queue.max_staleness=2", "sampling.max_new_tokens=32")
 SICK = {
     "equal_rewards": SAME, "cut_responses": CUT, "unused_tools": UNUSED, "staleness_bound": BOUND, "full_cache": THRASHING,
@@ -71,12 +71,15 @@ def test_a_healthy_run_has_no_warning_nor_has_one_that_is_sick_for_a_few_steps()
     assert [*told(RunAlarms(recipe_of()), *repeat(HEALTHY, 50), *few)] == []
 
 
-def test_a_step_without_a_report_of_the_rollouts_interrupts_no_count():
-    silent = {**HEALTHY}
-    del silent["rollout/kv_dropped_frac"]
-    alarms = RunAlarms(recipe_of(), [FullCache(recipe_of())])
-    found = [alarms.step(step, {**HEALTHY, **THRASHING} if step % 2 else silent) for step in range(2 * STEPS)]
-    assert [step for step, metrics in enumerate(found) if metrics] == [2 * STEPS - 1]
+def test_tokens_that_are_computed_again_count_over_ten_steps_since_reports_of_them_come_now_and_then():
+    recipe = recipe_of()
+
+    def count(again: float, *, every: int) -> list[int]:
+        steps = [{"tokens/recomputed/full_cache": again} if step % every == 0 else {} for step in range(30)]
+        return [step for step, _ in told(RunAlarms(recipe, [FullCache(recipe)]), *steps)]
+
+    assert count(2000, every=5) == [9]
+    assert count(700, every=5) == count(370, every=1) == []
 
 
 def test_an_emulated_run_is_not_judged():
