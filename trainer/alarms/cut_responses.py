@@ -10,7 +10,7 @@ class CutResponses:
     """Warns of a run whose responses are nearly all cut at their longest length: such a policy cannot show its answers."""
 
     SHARE = 0.9
-    """A policy that ends its responses is far below: at most .12 in a step of the quickstart and of SmolLM2's task."""
+    """A policy that ends its responses is far below: at most .13 in a step of the quickstart."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._longest = recipe.sampling.max_new_tokens
