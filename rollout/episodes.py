@@ -144,10 +144,11 @@ class Episodes:
         start = self._starts.pop(call.number)
         start.num_open -= 1
         if call.failure:
+            held.broken_by = "late" if call.is_late else "error"
             ended.append(EndedEpisode(held, None, call.failure))
         else:
             prompt = with_observation(held.row["prompt"], call.step.observation)
-            held.episode = Episode(prompt, state=call.state)
+            held.episode = Episode(prompt, state=call.state, calls=call.calls)
             start.rows.append(held)
         if start.num_open:
             return []
@@ -161,8 +162,10 @@ class Episodes:
         """Begin the next turn, or end the trajectory after its last one."""
         episode = call.episode
         if call.failure:
+            held.broken_by = "late" if call.is_late else "error"
             return EndedEpisode(held, self._end(held, "stop"), call.failure)
         episode.state = call.state
+        episode.note(call.seconds, call.calls)
         episode.reward += call.step.reward
         if call.step.done or len(episode.completions) >= self._max_turns:
             return EndedEpisode(held, self._end(held, "stop"))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..comm.messages import RowDone, RowId, SampleScored
+from ..comm.messages import DrawnTokens, RowDone, RowId, SampleScored
 from .engine.sequence import Completion
 from .environments.base import Episode
 
@@ -42,10 +42,14 @@ class LeasedRow:
     """For the reward functions: text, or the messages of several turns."""
     reward: float | None = None
     failure: str = ""
+    broken_by: str = ""
+    """What its environment did, where that is the failure: "error", or "late" for no answer in time."""
     info: dict[str, Any] = field(default_factory=dict)
     """`metrics`: numbers to average over a step, each function's reward among them; `extra`: other notes on the sample."""
     frames: list[str] = field(default_factory=list)
     """The lines of the user's code on the way to the error that is the failure."""
+    tokens_then: DrawnTokens = field(default_factory=DrawnTokens)
+    """Those of the rollout when the trajectory had ended."""
 
     @property
     def num_drawn(self) -> int:
@@ -54,6 +58,12 @@ class LeasedRow:
             return 0
         inserted = 0 if self.episode is None else self.episode.num_inserted(start=self.num_kept)
         return len(self.completion.token_ids) - self.num_kept - inserted
+
+    @property
+    def num_from_policy(self) -> int:
+        """Tokens of the finished response that a policy has drawn, here or elsewhere."""
+        inserted = 0 if self.episode is None else self.episode.num_inserted()
+        return 0 if self.completion is None else len(self.completion.token_ids) - inserted
 
     @property
     def episode_reward(self) -> float:
@@ -122,6 +132,9 @@ class LeasedRow:
             failure=self.failure,
             num_kept=self.num_kept,
             num_prompt_tokens=len(done.prompt_ids) if done and self._shares_prompt else 0,
+            num_drawn=self.num_from_policy,
+            drawn=self.tokens_then,
+            broken_by=self.broken_by,
         )
 
     def columns(self) -> dict[str, np.ndarray]:
@@ -136,8 +149,12 @@ class LeasedRow:
             "loss_mask": self._loss_mask(len(done.token_ids)),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),
-            "reward_info": np.frombuffer(msgspec.json.encode(self.info), dtype=np.uint8),
+            "reward_info": np.frombuffer(msgspec.json.encode(self._notes()), dtype=np.uint8),
         }
+
+    def _notes(self) -> dict[str, Any]:
+        """What the trainer's metrics have of the row beyond its tokens."""
+        return self.info if self.episode is None else {**self.info, "turns": self.episode.figures()}
 
     def _sample_scored(self) -> SampleScored:
         done = self.completion
@@ -151,6 +168,8 @@ class LeasedRow:
             reward=self.reward,
             failure=self.failure,
             text=text[:MOST_TEXT],
+            num_drawn=self.num_from_policy,
+            drawn=self.tokens_then,
         )
 
     def _loss_mask(self, num_tokens: int) -> np.ndarray:

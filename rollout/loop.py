@@ -33,6 +33,7 @@ from .partial_rows import PartialRows
 from .rewards.pool import Rewards, open_rewards
 from .row_writer import RowWriter, Writer
 from .scoring import Scoring
+from .token_account import TokenAccount
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class Rollout:
         self._storage = ReplicatedRows(fleet)
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
         self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
-        self._scoring = Scoring(rewards, recipe.reward, self.leases, self._row_writer)
+        self._tokens = TokenAccount(generator, self.leases, fleet.incarnation)
+        self._scoring = Scoring(rewards, recipe.reward, self.leases, self._row_writer, self._tokens)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
         self._generation = Generation(
             generator, self._scoring, recipe, self.leases, lambda: generator.weights.version,
@@ -121,6 +123,7 @@ class Rollout:
         self._row_writer.close()
         self._generation.close()
         held = self.leases.held_rows(*self.migration.held())
+        held = replace(held, drawn=self._tokens.report(self.migration.moving(), is_whole=True))
         self.migration.close()
         self._mailbox.send("hub", held)
         self.generator.close()
@@ -198,6 +201,7 @@ class Rollout:
         self._take_weights()
         if self._pacing.repacks:
             self.migration.begin()
+        self._tokens.begin()
 
     def _update_weights(self, *, is_ordered: bool = False) -> bool:
         """Switch to the newest version if it is time for that; returns whether a newer one still waits."""
@@ -285,7 +289,8 @@ class Rollout:
         num_starting = self._generation.num_starting
         load = self._totals.report(self.generator, self.migration, self._generation.num_drawn, num_starting)
         recomputed = self.generator.num_recomputed
-        self._mailbox.send("hub", load)
+        drawn = self._tokens.report(self.migration.moving(), is_whole=True)
+        self._mailbox.send("hub", replace(load, drawn=drawn, recomputed=getattr(self.generator, "recomputed", {})))
         counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}
         self._trace.counters(**counters, recomputed=recomputed, **self._totals.counters(self.generator))
 

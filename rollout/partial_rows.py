@@ -135,5 +135,6 @@ def _streamed_row(held: LeasedRow, part: SequenceState) -> StreamedRow:
     if held.episode is not None:
         columns["episode"] = np.frombuffer(msgspec.json.encode(held.episode), dtype=np.uint8)
     tokens = int(versions.min()), len(versions)
-    ref = RowRef(held.row_id, held.attempt, [], *tokens, is_partial=True, newest=int(versions[-1]))
+    num_drawn = len(versions) - (held.episode.num_inserted() if held.episode is not None else 0)
+    ref = RowRef(held.row_id, held.attempt, [], *tokens, is_partial=True, newest=int(versions[-1]), num_drawn=num_drawn)
     return StreamedRow(ref, columns)

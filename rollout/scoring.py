@@ -12,18 +12,28 @@ from .row_writer import RowSink
 
 if TYPE_CHECKING:
     from .rewards.pool import Rewards
+    from .token_account import TokenAccount
 
 
 class Scoring:
     """Takes finished trajectories; used by a loop between two steps of the generator."""
 
-    def __init__(self, rewards: "Rewards", settings: RewardSettings, leases: RowHolder, row_writer: RowSink) -> None:
+    def __init__(
+        self,
+        rewards: "Rewards",
+        settings: RewardSettings,
+        leases: RowHolder,
+        row_writer: RowSink,
+        tokens: "TokenAccount | None" = None,
+    ) -> None:
+        """tokens: the account of a rollout, which gets every trajectory that ends."""
         self._rewards = rewards
         self._has_function = bool(settings.path)
         self._leases = leases
         self._row_writer = row_writer
         self._groups = WholeGroups(leases.held) if settings.batch == "group" else None
         self._scored: list[LeasedRow] = []
+        self._tokens = tokens
 
     @property
     def backlog(self) -> int:
@@ -71,6 +81,8 @@ class Scoring:
 
     def _finish(self, held: LeasedRow) -> None:
         del self._leases.held[held.row_id.number]
+        if self._tokens is not None:
+            self._tokens.end(held)
         self._row_writer.submit(held)
 
 

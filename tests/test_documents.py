@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.source_tree import FLOORS, MODULES, ROOT
+from support.source_tree import FLOORS, MODULES, ROOT, SOURCES
 
 from headrace.launch.command import COMMANDS
 from headrace.launch.config.load import LAB, known_settings, sections
@@ -19,6 +19,7 @@ MODULE = re.compile(r"python -m headrace\.([a-z_.]+)")
 COMMAND = re.compile(r"(?:^|`|\.venv/bin/)headrace ([a-z]+)\b", re.MULTILINE)
 SETTING = re.compile(rf"\b((?:{'|'.join(name for name in (*dict(sections()), LAB))})\.\w+)=")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+NAMED_PAGE = re.compile(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -36,6 +37,13 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_file_that_the_documents_name_exists():
     assert not [(path.name, file) for path, file in named(FILE) if not (ROOT / file).is_file()]
+
+
+def test_every_page_and_heading_that_the_program_names_exists():
+    found = {match for path in SOURCES for match in NAMED_PAGE.findall(path.read_text())}
+    assert len([heading for _, heading in found if heading]) >= 6
+    assert not [page for page, _ in found if not (ROOT / page).is_file()]
+    assert not [(page, heading) for page, heading in found if heading and heading not in anchors(ROOT / page)]
 
 
 def test_every_module_that_the_documents_run_exists():

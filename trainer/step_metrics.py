@@ -16,6 +16,7 @@ from .algorithms.objective import LossTerms
 from .batch import PackedBatch
 from .policy.device import DeviceSums
 from .record.shown_rows import ShownRows
+from .turn_metrics import TurnMetrics
 
 if TYPE_CHECKING:
     from ..relay.queue.batch import Batch
@@ -54,6 +55,7 @@ class StepMetrics:
         """Those of all ranks, after `reduce`."""
         self._notes: dict[str, tuple[float, int]] = {}
         """Sum and count of each number that reward functions noted on responses."""
+        self._turns = TurnMetrics()
 
     @property
     def mean_reward(self) -> float:
@@ -71,10 +73,14 @@ class StepMetrics:
             self._add(responses=1, response_tokens=drawn, truncated=float(truncated[0]))
             self._update_max(response_tokens=drawn)
         for row in batch.rows:
-            if (notes := batch.columns[row.key].get("reward_info")) is not None:
-                for name, value in msgspec.json.decode(notes.tobytes()).get("metrics", {}).items():
+            columns = batch.columns[row.key]
+            if (info := columns.get("reward_info")) is not None:
+                notes = msgspec.json.decode(info.tobytes())
+                for name, value in notes.get("metrics", {}).items():
                     total, count = self._notes.get(name, (0.0, 0))
                     self._notes[name] = (total + value, count + 1)
+                if (turns := notes.get("turns")) is not None:
+                    self._turns.add(turns, int((columns["loss_mask"] == 0).sum()))
 
     def add_turns(self, batch: "Batch", turn_tokens: frozenset[int]) -> None:
         """Count the prompts of this rank's rows that have any of the tokens by which the model's own chat template marks turns."""
@@ -126,14 +132,10 @@ class StepMetrics:
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
         self._kl_totals = group.all_reduce_sum(self._kl_table.totals())
+        self._turns.reduce(group)
         names = group.union(self._notes)
         totals = group.all_reduce_sum([float(part) for name in names for part in self._notes.get(name, (0.0, 0))])
         self._notes = {name: (totals[2 * i], int(totals[2 * i + 1])) for i, name in enumerate(names)}
-
-    @property
-    def cut_share(self) -> float:
-        """Share of the responses that were cut at their longest length, after `reduce`; 0 of none."""
-        return self._sums["truncated"] / max(self._sums["responses"], 1)
 
     def metrics(self, version: int) -> dict[str, float | dict[str, int]]:
         """Metrics of the data and of the loss, for a step that trained `version`."""
@@ -145,7 +147,7 @@ class StepMetrics:
         out: dict[str, float | dict[str, int]] = {
             "response_length/mean": s["response_tokens"] / s["responses"],
             "response_length/max": self._maxima["response_tokens"],
-            "response_length/clip_ratio": self.cut_share,
+            "response_length/clip_ratio": s["truncated"] / max(s["responses"], 1),
             "perf/micro_batches": float(self.num_micro_batches),
             "group/zero_std_frac": sum(std < 1e-8 for std in self.group_stds) / len(self.group_stds),
             "actor/entropy": s["entropy"] / n,
@@ -180,6 +182,7 @@ class StepMetrics:
         if stale := s["tokens"] - s["fresh"]:
             out["staleness/kl"] = s["stale_kl"] / stale
             out["staleness/limited_frac"] = s["limited"] / stale
+        out |= self._turns.metrics()
         return out | kl_metrics(self._kl_totals or self._kl_table.totals())
 
     def _read(self) -> None:

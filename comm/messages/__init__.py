@@ -10,6 +10,7 @@ from . import migration
 from .base import GroupId, Message, RowId
 from .codec import decode, encode
 from .leases import (
+    DrawnTokens,
     HeldRows,
     Lease,
     LeaseGrant,

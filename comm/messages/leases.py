@@ -82,6 +82,19 @@ class RowsStreamed(Message, frozen=True):
                 raise ValueError(f"row {row.row} is not partial")
 
 
+class DrawnTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one incarnation of a rollout since it started, evaluations included.
+
+    `drawn`: by its policy. `ended`: of trajectories that it has reported as ended, whoever drew them. `unfinished`: of the others that
+    it has; 0 in the report of a trajectory.
+    """
+
+    incarnation: int = 1
+    drawn: int = 0
+    ended: int = 0
+    unfinished: int = 0
+
+
 class RowDone(Message, frozen=True):
     """A rollout has finished a trajectory; each of `storage_ids` has its bytes, unless there was a `failure`.
 
@@ -99,6 +112,12 @@ class RowDone(Message, frozen=True):
     failure: str = ""
     num_kept: int = 0
     num_prompt_tokens: int = 0
+    num_drawn: int = 0
+    """Tokens of the response that a policy drew, here or elsewhere."""
+    drawn: DrawnTokens = DrawnTokens()
+    """The rollout's tokens when the trajectory had ended, without those of this one in `ended`."""
+    broken_by: str = ""
+    """What its environment did, where that is the failure: "error", or "late" for no answer in time."""
 
 
 class SampleScored(Message, frozen=True, kw_only=True):
@@ -115,6 +134,9 @@ class SampleScored(Message, frozen=True, kw_only=True):
     reward: float | None
     failure: str = ""
     text: str = ""
+    num_drawn: int = 0
+    drawn: DrawnTokens = DrawnTokens()
+    """As in `RowDone`, both."""
 
 
 class HeldRows(Message, frozen=True):
@@ -123,6 +145,7 @@ class HeldRows(Message, frozen=True):
     rows: list[RowId]
     attempts: list[int]
     incarnation: int = 1
+    drawn: DrawnTokens = DrawnTokens()
 
 
 class LoadReport(Message, frozen=True, kw_only=True):
@@ -152,6 +175,9 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Unfinished trajectories that wait for their environments."""
     peak_running: int = 0
     """Most trajectories that have decoded together under `version`."""
+    drawn: DrawnTokens = DrawnTokens()
+    recomputed: dict[str, int] = {}
+    """Tokens that it has prefilled again, by what dropped them from the cache."""
 
     @property
     def num_unfinished(self) -> int:

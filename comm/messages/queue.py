@@ -51,6 +51,8 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True):
     """Those of `num_tokens` that all samples of its group begin with; 0 where that is not known."""
     newest: int = -1
     """The version that drew the last token of a partial row; `version` is the oldest."""
+    num_drawn: int = 0
+    """Those of `num_tokens` that a policy drew."""
 
     @property
     def continued_by(self) -> int:

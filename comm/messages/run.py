@@ -44,7 +44,7 @@ class StepTrained(Message, frozen=True):
 
 
 class LearningAlarm(Message, frozen=True):
-    """To the hub: the metrics of a step show that learning is about to collapse; `text` names the cause and the setting to change."""
+    """To the hub: the metrics of a step show what goes wrong, such as a collapse to come; `text` names the cause and the setting to change."""
 
     text: str
     ends_run: bool = False
@@ -96,7 +96,7 @@ class CheckpointRequested(Message, frozen=True):
 class TrainingDone(Message, frozen=True):
     """To the hub: the trainer has ended; `facts` are for the summary."""
 
-    facts: dict[str, float | int | str]
+    facts: dict[str, float | int | str | list[str]]
 
 
 class Stop(Message, frozen=True):

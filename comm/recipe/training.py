@@ -101,6 +101,11 @@ class AlgorithmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     router_aux_coef: NotNegative = 0.0
     """Weight of the load-balancing loss of the routers of a mixture of experts; 0 for none."""
 
+    @property
+    def is_of_group(self) -> bool:
+        """Whether advantages are against the other samples of the prompt, so that a group of equal rewards teaches nothing."""
+        return self.advantage in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+
 
 class OptimizerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`optimizer.*`: AdamW."""

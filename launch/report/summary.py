@@ -46,7 +46,7 @@ def print_table(rows: Mapping[str, str]) -> None:
     """Print the name and text of each row."""
     width = 2 + max(map(len, rows))
     for name, text in rows.items():
-        say(name.ljust(width) + text)
+        say(name.ljust(width) + text.replace("\n", "\n" + " " * width))
 
 
 def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") -> list[tuple[str, str]]:
@@ -62,6 +62,7 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
         "reward": reward_text(summary) if "reward_first" in summary else "",
         **dict(evaluation_rows(summary.get("evaluations", []))),
         "last alarm": str(summary.get("alarm") or ""),
+        "warnings": "\n".join(summary.get("warnings", ())),
         "best checkpoint": str(summary.get("best") or ""),
         "model": export,
         "use it": f'transformers.pipeline("text-generation", {json.dumps(export)})' if export else "",

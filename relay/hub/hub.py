@@ -42,6 +42,7 @@ from .repacking import Repacking
 from .results import Results
 from .saved_queue import SavedQueue
 from .telemetry import FleetStats
+from .token_ledger import TokenLedger
 
 MAX_RESTARTS_IN_STEP = 3
 """Restarts of the trainer without a trained step between them; with one more its fault counts as a lasting one."""
@@ -69,10 +70,11 @@ class Hub:
         self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox = mailbox
         self.state = state
-        self.fleet_stats = FleetStats()
+        self.tokens = TokenLedger(state, lambda: self.partials.tokens_restored)
+        self.fleet_stats = FleetStats(self.tokens)
         self._actor_error = ""
         self._is_memory_full = False
-        self.results = Results(self.context, queue)
+        self.results = Results(self.context, queue, self.fleet_stats)
         schedule = admission.schedule
         self.partials = PartialPool(self.context, clock, mixes_versions=schedule.mixes_versions)
         self.evaluations = Evaluations(self.context, evaluation, self.partials, schedule)
@@ -106,7 +108,10 @@ class Hub:
         route = self.routes.get(type(envelope.message))
         if route is None:
             return False
+        ended_before = self.state.tokens.ended
+        self.tokens.observe(envelope.sender, envelope.message)
         route(envelope.sender, envelope.message)
+        self.tokens.settle(envelope.message, ended_before)
         self.advance()
         return True
 
@@ -118,6 +123,7 @@ class Hub:
     def on_process_death(self, process: str, reason: str) -> None:
         """A process died, named as in the fleet: its leases and batches come back, and its counters are forgotten."""
         self.fleet_stats.forget(process)
+        self.tokens.on_process_death(process, self.context)
         for handler in self.handlers:
             handler.on_process_death(process, reason)
         self.advance()

@@ -27,6 +27,8 @@ class PartialPool(Handler):
         self.rows: dict[RowId, RowRef] = {}
         self.num_restarted = 0
         """Trajectories whose first tokens no rollout could use."""
+        self.tokens_restored = 0
+        """Drawn tokens of the trajectories that a resumed run has read from the disk."""
         self._mixes_versions = mixes_versions
         self._clock = clock
         self._tidied_at = clock()
@@ -70,6 +72,7 @@ class PartialPool(Handler):
         if row is None or row.status is not RowStatus.WANTED:
             return False
         self.rows[saved.row] = saved
+        self.tokens_restored += saved.num_drawn
         return True
 
     def wanted(self, group: Group) -> dict[int, RowRef]:

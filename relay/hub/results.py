@@ -11,6 +11,7 @@ from ...comm.recipe import QueueSettings
 from ..journal import events as ev
 from ..journal.records import Group, RowStatus
 from .context import Handler, HubContext
+from .telemetry import FleetStats
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +22,10 @@ class Results(Handler):
     Stored rows belong to storage units: the death of their writer does not concern them, the loss of a unit does.
     """
 
-    def __init__(self, context: HubContext, queue: QueueSettings) -> None:
+    def __init__(self, context: HubContext, queue: QueueSettings, fleet_stats: FleetStats) -> None:
         super().__init__(context)
         self.queue = queue
+        self.fleet_stats = fleet_stats
         self.num_fenced = 0
         self.routes = {RowDone: self._on_row_done, RowsNotFound: self._on_rows_not_found}
 
@@ -72,6 +74,7 @@ class Results(Handler):
             ready = ev.RowReady(
                 row=done.row, units=units, version=done.version, num_tokens=done.num_tokens, reward=done.reward,
                 num_versions=done.num_versions, num_kept=done.num_kept, num_prompt_tokens=done.num_prompt_tokens,
+                num_drawn=done.num_drawn,
             )  # fmt: skip
             self.context.commit(ready)
         if (group := self.state.groups.get(done.row.group)) is not None:
@@ -79,7 +82,9 @@ class Results(Handler):
 
     def _fail(self, done: RowDone, reason: str) -> None:
         """Print each reason the first time and whenever its count is 10, 100, ..."""
-        self.context.commit(ev.RowFailed(row=done.row, reason=reason))
+        self.context.commit(ev.RowFailed(row=done.row, reason=reason, num_drawn=done.num_drawn))
+        if done.broken_by:
+            self.fleet_stats.count("environment/timeouts" if done.broken_by == "late" else "environment/errors")
         if is_power_of_ten(count := self.state.failures[reason]):
             say(f"failed trajectories: {count} x {reason}")
 

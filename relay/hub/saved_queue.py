@@ -71,6 +71,7 @@ class SavedQueue(Handler):
                 row.reward,
                 row.num_versions,
                 num_prompt_tokens=row.num_prompt_tokens,
+                num_drawn=row.num_drawn,
             )
             for row_id, row in self.state.rows(RowStatus.READY)
         ]

@@ -75,6 +75,8 @@ class Shutdown:
             rollouts += self._tell(role, Stop(end.status), gone)
         holdings = self._collect(HeldRows, rollouts)
         extra_s = self.grace_s if end.status == "interrupted" else 0.0
+        for holder, holding in holdings.items():
+            hub.tokens.observe(holder, holding)
         reports = self._collect(TrainingDone, actors, extra_s).values()
         facts = end.facts if has_trained else next((report.facts for report in reports), None)
         for holder in sorted(hub.state.held):
@@ -175,6 +177,8 @@ class Shutdown:
             "exit_code": end.exit_code,
             "steps": state.step,
             "accounting": account,
+            "tokens": self.hub.tokens.account(),
+            "tokens_recomputed": self.hub.tokens.recomputed(),
             "evaluations": state.evaluations.results,
             "evaluated": state.evaluations.account,
             "staleness": {str(k): v for k, v in sorted(state.staleness.items())},

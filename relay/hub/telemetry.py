@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ...comm.messages import BusyReport, LoadReport
 from ...comm.messages.base import role_of
 from ..journal.hub_state import HubState
+from .token_ledger import TokenLedger, step_metrics
 
 
 @dataclass(slots=True)
@@ -21,6 +22,8 @@ class Snapshot(NamedTuple):
     metrics: dict[str, float]
     sums: dict[str, float]
     reports: list[tuple[_Meter, LoadReport | BusyReport]]
+    tokens: dict[str, int]
+    """The terms of the account of tokens since the run was last started."""
 
 
 class FleetStats:
@@ -30,7 +33,11 @@ class FleetStats:
     snapshot, so work that came later counts in the next step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: TokenLedger | None = None) -> None:
+        """ledger: the account of tokens, which is in the metrics of a step too."""
+        self._ledger = ledger
+        self._tokens_before: dict[str, int] | None = {} if ledger is not None and ledger.is_new else None
+        """The account at the end of the step before; None where that is not known."""
         self._meters: dict[str, _Meter] = {}
         self._sums: dict[str, float] = defaultdict(float)
 
@@ -56,6 +63,7 @@ class FleetStats:
 
     def finish_step(self, reported: Snapshot) -> None:
         """Begin the next step where a snapshot ended."""
+        self._tokens_before = reported.tokens
         for metric, amount in reported.sums.items():
             self._sums[metric] -= amount
         for meter, load in reported.reports:
@@ -85,7 +93,10 @@ class FleetStats:
                     out["rollout/prefix_cache_hit_rate"] = found / (found + prefilled)
                 out["rollout/kv_util"] = sum(load.kv_util for load in loads) / len(loads)
                 out["weights/pull_s"] = max(load.pull_s for load in loads)
-        return Snapshot(out, sums, [(meter, meter.now) for meter in self._meters.values()])
+        tokens = {} if self._ledger is None else self._ledger.at_step_end()
+        if self._ledger is not None and self._tokens_before is not None:
+            out |= step_metrics(tokens, self._tokens_before)
+        return Snapshot(out, sums, [(meter, meter.now) for meter in self._meters.values()], tokens)
 
 
 def _seconds(load: LoadReport | BusyReport) -> float:

@@ -28,7 +28,7 @@ def score_of(scored: SampleScored) -> ev.Evaluated:
     """The end of a sample that a rollout has finished; one without a reward has no score."""
     return ev.Evaluated(
         row=scored.row, reward=scored.reward or 0.0, num_tokens=scored.num_tokens, is_truncated=scored.is_truncated,
-        failure=scored.failure or ("no reward" if scored.reward is None else ""),
+        failure=scored.failure or ("no reward" if scored.reward is None else ""), num_drawn=scored.num_drawn,
     )  # fmt: skip
 
 

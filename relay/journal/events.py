@@ -82,6 +82,7 @@ class RowReady(Event, frozen=True, kw_only=True):
     """A trajectory is finished and scored; each of `units` stores its bytes. An earlier holder drew `num_kept` of its tokens.
 
     The first `num_prompt_tokens` of its `num_tokens` are the prompt that all samples of the group have; 0 where that is not known.
+    A policy drew `num_drawn` of its tokens.
     """
 
     row: RowId
@@ -92,6 +93,7 @@ class RowReady(Event, frozen=True, kw_only=True):
     num_versions: int = 1
     num_kept: int = 0
     num_prompt_tokens: int = 0
+    num_drawn: int = 0
 
 
 class GroupRestored(Event, frozen=True, kw_only=True):
@@ -117,10 +119,11 @@ class PromptDropped(Event, frozen=True, kw_only=True):
 
 
 class RowFailed(Event, frozen=True, kw_only=True):
-    """A trajectory was lost: its reward failed or its prompt cannot be used."""
+    """A trajectory was lost: its reward failed or its prompt cannot be used. A policy drew `num_drawn` of its tokens."""
 
     row: RowId
     reason: str
+    num_drawn: int = 0
 
 
 class EvaluationBegun(Event, frozen=True, kw_only=True):
@@ -145,6 +148,8 @@ class Evaluated(Event, frozen=True, kw_only=True):
     num_tokens: int = 0
     is_truncated: bool = False
     failure: str = ""
+    num_drawn: int = 0
+    """Tokens that a policy drew; those of its environment are not among them."""
 
 
 class RowsLost(Event, frozen=True, kw_only=True):
@@ -262,6 +267,14 @@ class Drained(Event, frozen=True, kw_only=True):
     member: str
 
 
+class RolloutGone(Event, frozen=True, kw_only=True):
+    """`holder` died, "rollout-0#2" for the second process of its name: it had drawn so many tokens, and `ended` trajectories of so many."""
+
+    holder: str
+    drawn: int
+    ended: int
+
+
 class Ending(Event, frozen=True, kw_only=True):
     """The run begins to end; `status` is finished, interrupted or failed, `facts` are the trainer's if it is done."""
 
@@ -269,7 +282,7 @@ class Ending(Event, frozen=True, kw_only=True):
     error: str = ""
     exit_code: int = 0
     gone: str = ""
-    facts: dict[str, float | int | str] | None = None
+    facts: dict[str, float | int | str | list[str]] | None = None
 
 
 class Ended(Event, frozen=True, kw_only=True):

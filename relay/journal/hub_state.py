@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from ...comm.messages.base import GroupId, RowId
 from . import events as ev
-from .records import Account, EvaluationLog, Grant, Group, Losses, QueueIndex, Row, RowStatus, TaskRecord
+from .records import Account, EvaluationLog, Grant, Group, Losses, QueueIndex, Row, RowStatus, TaskRecord, TokenAccount
 from .window import Window
 
 _NOT_OPENED = ev.Opened(epoch=0, samples_per_prompt=0)
@@ -68,6 +68,7 @@ class HubState:
     passed_over: set[int] = field(default_factory=set)
     failures: Counter[str] = field(default_factory=Counter)
     account: Account = field(default_factory=Account)
+    tokens: TokenAccount = field(default_factory=TokenAccount)
     losses: Losses = field(default_factory=Losses)
     staleness: Counter[int] = field(default_factory=Counter)
     versions_per_trajectory: Counter[int] = field(default_factory=Counter)
@@ -93,7 +94,7 @@ class HubState:
         """Whether the accounting identity holds."""
         a = self.account
         is_trained = a.leased == a.trained + a.evicted + a.filtered + a.failed + self.in_flight
-        return is_trained and self.evaluations.is_balanced
+        return is_trained and self.evaluations.is_balanced and self.tokens.is_balanced
 
     @property
     def num_queued(self) -> int:

@@ -37,6 +37,35 @@ class Account:
 
 
 @dataclass(slots=True)
+class TokenAccount:
+    """Numbers of tokens that a policy drew, by the end of their trajectories, since the run was last started.
+
+    After every event: ended + restored = trained + evaluated + filtered + failed + evicted + lost + ready.
+    """
+
+    ended: int = 0
+    """Of all trajectories that came to an end in a rollout."""
+    restored: int = 0
+    """Of those that came back from the disk with a resumed run."""
+    trained: int = 0
+    evaluated: int = 0
+    filtered: int = 0
+    failed: int = 0
+    evicted: int = 0
+    lost: int = 0
+    """Of finished trajectories of which no copy was left."""
+    ready: int = 0
+    """Of those in the queue and in training."""
+    gone: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each rollout that has died, tokens drawn and tokens of ended trajectories."""
+
+    @property
+    def is_balanced(self) -> bool:
+        ends = self.trained + self.evaluated + self.filtered + self.failed + self.evicted + self.lost
+        return self.ended + self.restored == ends + self.ready
+
+
+@dataclass(slots=True)
 class Losses:
     """Counts of the trajectories that ended since the last trained step, by cause; trained ones are not counted.
 
@@ -95,6 +124,8 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     num_versions: int = 1
     num_prompt_tokens: int = 0
     """Those of `num_tokens` that all samples of the group begin with; 0 where that is not known."""
+    num_drawn: int = 0
+    """Those of `num_tokens` that a policy drew."""
 
     def reset(self) -> None:
         """The row has to be generated again; its next lease gives it another attempt."""

@@ -16,7 +16,7 @@ from ...comm.messages.base import RowId
 from . import events as ev
 from .evaluations import begin_evaluation, end_sample
 from .hub_state import HubState
-from .records import Grant, Group, Losses, QueueIndex, Row, RowStatus, TaskRecord
+from .records import Grant, Group, Losses, QueueIndex, Row, RowStatus, TaskRecord, TokenAccount
 
 if not __debug__:
     raise SettingError("PYTHONOPTIMIZE: the rules of the journal are assertions; run Python without -O")
@@ -78,6 +78,7 @@ def _(event: ev.Opened, state: HubState) -> None:
     state.evaluations.reopen()
     state.passed_over.clear()  # the data may have been mended
     state.queue = QueueIndex(frozenset(event.needs))  # no row has begun
+    state.tokens = TokenAccount()
 
 
 @_change.register
@@ -174,6 +175,9 @@ def _(event: ev.RowReady, state: HubState) -> None:
     row.reward = event.reward
     row.num_versions = event.num_versions
     row.num_prompt_tokens = event.num_prompt_tokens
+    row.num_drawn = event.num_drawn
+    state.tokens.ended += event.num_drawn
+    state.tokens.ready += event.num_drawn
     state.losses.finished += 1
     if event.num_kept:
         state.num_continued += 1
@@ -188,6 +192,13 @@ def _(event: ev.RowReady, state: HubState) -> None:
     state.window.row_ready()
     if is_complete:
         _end_group(group, state)
+
+
+def _take_out(group: Group, state: HubState) -> int:
+    """The drawn tokens of a group's ready rows, which leave the queue."""
+    num_tokens = sum([group.rows[sample].num_drawn for sample in group.samples(_READY)])
+    state.tokens.ready -= num_tokens
+    return num_tokens
 
 
 def _end_group(group: Group, state: HubState) -> None:
@@ -213,7 +224,10 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         group.rows[ref.row.sample] = Row(
             _READY, ref.attempt, ref.version, storage_ids=ref.storage_ids, num_tokens=ref.num_tokens,
             reward=ref.reward, num_versions=ref.num_versions, num_prompt_tokens=ref.num_prompt_tokens,
+            num_drawn=ref.num_drawn,
         )  # fmt: skip
+        state.tokens.restored += ref.num_drawn
+        state.tokens.ready += ref.num_drawn
     if group.samples(_WANTED):
         state.unassigned[event.group] = None
     else:
@@ -235,6 +249,7 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
     for sample in rows:
         state.end_lease(group.row_id(sample), group.rows[sample])
     ready = group.row_ids(_READY)
+    state.tokens.evicted += _take_out(group, state)
     state.account.failed += len(rows)
     state.failures[event.reason] += len(rows)
     state.account.evicted += len(ready)
@@ -251,6 +266,8 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     assert row is not None and row.status is _LEASED, f"row {event.row} is not leased"
     state.end_lease(event.row, row)
     row.status = _FAILED
+    state.tokens.ended += event.num_drawn
+    state.tokens.failed += event.num_drawn
     state.account.failed += 1
     state.failures[event.reason] += 1
     state.losses.fail(1, event.reason)
@@ -272,6 +289,8 @@ def _(event: ev.EvaluationBegun, state: HubState) -> None:
 def _(event: ev.Evaluated, state: HubState) -> None:
     if (row := state.row(event.row)) is not None:
         state.end_lease(event.row, row)
+    state.tokens.ended += event.num_drawn
+    state.tokens.evaluated += event.num_drawn
     end_sample(event, state.evaluations)
 
 
@@ -282,7 +301,10 @@ def _(event: ev.RowsLost, state: HubState) -> None:
         row = state.row(row_id)
         assert row is not None and row.attempt == attempt, f"row {row_id} has no attempt {attempt}"
         assert row.status in (_LEASED, _READY), f"row {row_id} is {row.status.name}"
-        state.regenerated += row.status is _READY
+        if row.status is _READY:
+            state.regenerated += 1
+            state.tokens.ready -= row.num_drawn
+            state.tokens.lost += row.num_drawn
         group = state.groups[row_id.group]
         state.end_lease(row_id, row)
         row.reset()
@@ -306,6 +328,8 @@ def _(event: ev.UnitLost, state: HubState) -> None:
             if not row.storage_ids and group.step is None:
                 state.regenerated += 1
                 state.losses.lose(1, event.reason)
+                state.tokens.ready -= row.num_drawn
+                state.tokens.lost += row.num_drawn
                 row.reset()
                 state.release([group.row_id(sample)])
                 state.unassigned[group.id] = None
@@ -351,6 +375,7 @@ def _(event: ev.GroupFiltered, state: HubState) -> None:
     state.release(group.row_ids(_READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
     num_ready = len(group.samples(_READY))
+    state.tokens.filtered += _take_out(group, state)
     state.account.filtered += num_ready
     state.losses.filter(num_ready)
 
@@ -375,6 +400,7 @@ def _(event: ev.Trained, state: HubState) -> None:
     if state.tasks:
         state.release(row_id for group in groups for row_id in group.row_ids(_READY))
     state.account.trained += len(rows)
+    state.tokens.trained += sum([_take_out(group, state) for group in groups])
     state.tokens_trained += sum([row.num_tokens for row in rows])
     state.staleness.update([event.step - row.version for row in rows])
     state.versions_per_trajectory.update([row.num_versions for row in rows])
@@ -421,6 +447,11 @@ def _(event: ev.Checkpointed, state: HubState) -> None:
 @_change.register
 def _(event: ev.CheckpointDue, state: HubState) -> None:
     state.checkpoint_after = event.after
+
+
+@_change.register
+def _(event: ev.RolloutGone, state: HubState) -> None:
+    state.tokens.gone[event.holder] = (event.drawn, event.ended)
 
 
 @_change.register

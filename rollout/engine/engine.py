@@ -102,6 +102,8 @@ class Engine:
         self._in_flight: InFlightStep | None = None
         self._finished_early: list[Completion] = []
         self._next_id = 0
+        self.num_sampled = 0
+        """Tokens drawn so far."""
 
     # ----------------------------------------------------------------------------------------------- lists of prompts
 
@@ -201,7 +203,7 @@ class Engine:
 
     def unfinished(self) -> list[SequenceProgress]:
         """Every trajectory that is queued, running or paused."""
-        return [SequenceProgress(s.trajectory_id, s.num_tokens) for s in self.scheduler.unfinished()]
+        return [SequenceProgress(s.trajectory_id, s.num_tokens, len(s.token_ids)) for s in self.scheduler.unfinished()]
 
     def responses(self) -> list[SequenceState]:
         """Every unfinished trajectory, with its response so far and without its cache."""
@@ -221,6 +223,11 @@ class Engine:
     def num_recomputed(self) -> int:
         """Tokens so far whose keys and values were dropped and are computed again."""
         return self.scheduler.num_recomputed
+
+    @property
+    def recomputed(self) -> dict[str, int]:
+        """These tokens by what dropped them: `full_cache`, `weights`, `moved` (the trajectory came without its cache), `rope`."""
+        return dict(self.scheduler.recomputed)
 
     @property
     def idle(self) -> bool:
@@ -269,6 +276,9 @@ class Engine:
             sequence = self._sequence(state.prompt_ids, state.params, state.trajectory_id, 0)
             sequence.restore(state)
             group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
+            if state.token_ids:
+                group.num_dropped = group.prefix_length
+                group.dropped_by = "moved"
             if state.cache is not None and self.scheduler.reserve(group, state.cache.shape[2]):
                 self.cache.copy_pages(self.pool.take_copies())
                 self.cache.load(group.pages, state.cache)
@@ -291,12 +301,14 @@ class Engine:
         self.scheduler.add(SequenceGroup(sequences, list(prompt_ids)))
 
     def _run_probes(self) -> list[Completion]:
+        num_sampled = self.num_sampled
         params = SamplingParams(max_new_tokens=exact_check.NUM_NEW_TOKENS, ignore_eos=True)
         for index, prompt in enumerate(exact_check.probes(self.policy)):
             self.add_group(prompt, params, [~index])
         completions: list[Completion] = []
         while not self.idle:
             completions += self.step()
+        self.num_sampled = num_sampled
         return completions
 
     def _sequence(self, prompt_ids: list[int], params: SamplingParams, trajectory_id: int, stream: int) -> Sequence:
@@ -344,6 +356,7 @@ class Engine:
             if sequence.finish_reason:
                 continue  # it ended one step earlier, which was not read when this one was launched
             sequence.append(*drawn)
+            self.num_sampled += sequence.finish_reason != "error"
             if self.text.has_ended(sequence):
                 sequence.finish_reason = "stop"
             if sequence.finish_reason:

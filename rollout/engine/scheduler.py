@@ -5,7 +5,7 @@ A step of the engine: `make_room` (every running sequence gets the page for its 
 State changes only; no tensors. Pages that change places or are copied are left to the pool (`PagePool.take_copies`).
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from itertools import chain
@@ -55,6 +55,8 @@ class Scheduler:
         """Tokens prefilled."""
         self.num_recomputed = 0
         """Tokens dropped from the cache and prefilled again."""
+        self.recomputed: Counter[str] = Counter()
+        """These by what dropped them."""
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group. Its sequences join a group of the same tokens that no step has reached yet.
@@ -92,7 +94,7 @@ class Scheduler:
         """Queue the running sequences again whose cache does not serve their next token."""
         for sequence in [s for s in reversed(self.running) if self.is_outdated(s)]:
             self.running.remove(sequence)
-            self._requeue(sequence)
+            self._requeue(sequence, "rope")
 
     def make_room(self) -> list[Sequence]:
         """Give every running sequence the page for its next token; returns the sequences preempted for it."""
@@ -135,7 +137,9 @@ class Scheduler:
             chunks.append(Chunk(group, group.num_cached, stop))
             budget -= stop - group.num_cached
             self.num_prefilled += stop - group.num_cached
-            self.num_recomputed += max(0, min(stop, group.num_dropped) - group.num_cached)
+            if (again := min(stop, group.num_dropped) - group.num_cached) > 0:
+                self.num_recomputed += again
+                self.recomputed[group.dropped_by] += again
             group.num_cached = stop
             self.prefixes.register(group, group.tokens, stop)
         return chunks
@@ -210,8 +214,12 @@ class Scheduler:
         self.paused.remove(sequence)
         sequence.insert(token_ids)
         group = SequenceGroup([sequence], sequence.prompt_ids + sequence.token_ids)
+        group.num_dropped = sequence.num_dropped
+        group.dropped_by = sequence.dropped_by
+        sequence.num_dropped = 0
         if self._must_recompute(sequence.num_cached, group.prefix_length):
             group.num_dropped = sequence.num_cached
+            group.dropped_by = "rope"
             self._release(sequence)
         num_cached = min(sequence.num_cached, group.prefix_length)  # a step behind a stop has cached its token too
         group.pages = sequence.pages
@@ -231,11 +239,11 @@ class Scheduler:
         """Free every page, before the weights change; running sequences queue again in their order, ahead of the waiting ones."""
         self.prefixes.forget()
         for sequence in self.paused:
-            self._release(sequence)
+            self._release_paused(sequence, "weights")
         for group in self.waiting:
-            self._forget_prefix(group)
+            self._forget_prefix(group, "weights")
         while self.running:
-            self._requeue(self.running.pop())
+            self._requeue(self.running.pop(), "weights")
 
     def find(self, trajectory_id: int) -> Sequence | None:
         """The sequence of a trajectory: running, paused or waiting."""
@@ -259,7 +267,7 @@ class Scheduler:
                     group.sequences.remove(sequence)
                     if not group.sequences:
                         self._untouched.pop(group.digest, None)
-                        self._forget_prefix(group)
+                        self._forget_prefix(group, "")
                         self.waiting.remove(group)
                     return sequence
         return None
@@ -321,34 +329,42 @@ class Scheduler:
     def _preempt(self) -> Sequence:
         """Move the newest running sequence to the head of the queue; its cache is computed again later."""
         sequence = self.running.pop()
-        self._requeue(sequence)
+        self._requeue(sequence, "full_cache")
         self.num_preempted += 1
         return sequence
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence, reason: str) -> None:
         tokens = sequence.prompt_ids + sequence.token_ids
         num_dropped = sequence.num_cached
         self._release(sequence)
-        self.waiting.appendleft(SequenceGroup([sequence], tokens, num_dropped=num_dropped))
+        self.waiting.appendleft(SequenceGroup([sequence], tokens, num_dropped=num_dropped, dropped_by=reason))
 
     def _drop_something(self, keep: SequenceGroup | None = None, is_behind: bool = False) -> bool:
         """Free the pages of the newest paused sequence, else of the newest waiting group other than `keep`, or behind it.
         Else resumed sequences in the queue would hold all pages, and few sequences would run."""
         for sequence in reversed(self.paused):
             if sequence.pages:
-                self._release(sequence)
+                self._release_paused(sequence, "full_cache")
                 return True
         for group in reversed(self.waiting):
             if group is keep and is_behind:
                 return False
             if group.pages and group is not keep:
-                self._forget_prefix(group)
+                self._forget_prefix(group, "full_cache")
                 return True
         return False
 
-    def _forget_prefix(self, group: SequenceGroup) -> None:
+    def _release_paused(self, sequence: Sequence, reason: str) -> None:
+        if sequence.num_cached:
+            sequence.num_dropped = sequence.num_cached
+            sequence.dropped_by = reason
+        self._release(sequence)
+
+    def _forget_prefix(self, group: SequenceGroup, reason: str) -> None:
         self.pool.give_back(group.pages)
-        group.num_dropped = max(group.num_dropped, group.num_cached)
+        if group.num_cached >= group.num_dropped:
+            group.num_dropped = group.num_cached
+            group.dropped_by = reason
         group.pages = []
         group.num_cached = 0
         group.chain = None

@@ -28,10 +28,11 @@ class Completion:
 
 
 class SequenceProgress(NamedTuple):
-    """An unfinished trajectory in a generator, with its tokens of prompt and response so far."""
+    """An unfinished trajectory in a generator, with its tokens of prompt and response so far; of these, those of the response."""
 
     trajectory_id: int
     num_tokens: int
+    num_response: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +84,9 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     chain: Chain | None = None
     num_cached: int = 0
+    num_dropped: int = 0
+    """Tokens that were cached before a paused sequence lost its pages, by `dropped_by`."""
+    dropped_by: str = ""
     turn_start: int = 0
     """The first token of the present turn in `token_ids`."""
     finish_reason: str = ""
@@ -149,6 +153,8 @@ class SequenceGroup:
     num_cached: int = 0
     num_dropped: int = 0
     """Tokens whose keys and values were computed before, and dropped."""
+    dropped_by: str = ""
+    """What dropped them."""
     digest: bytes = b""
     """Digest of all tokens, while no step has reached the group."""
 

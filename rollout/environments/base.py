@@ -41,6 +41,19 @@ class StepResult(NamedTuple):
             raise ValueError("a step has neither an observation nor `done`")
 
 
+class ToolUse(NamedTuple):
+    """A call of a tool by the policy."""
+
+    name: str
+    """That of the tool, or `UNKNOWN`: what the policy calls is never a name."""
+    has_failed: bool
+    seconds: float
+
+
+UNKNOWN = "unknown"
+"""Stands for all tools that there are not."""
+
+
 @dataclass(slots=True)
 class Episode:
     """A trajectory's transcript: it travels with the trajectory, and an environment can be built again from it.
@@ -61,6 +74,10 @@ class Episode:
     """Tokens of the response at the end of the newest turn."""
     last_token: int = -1
     """The newest turn's last token."""
+    seconds: list[float] = field(default_factory=list)
+    """For which the environment worked on each answer."""
+    calls: list[ToolUse] | None = None
+    """The calls of tools; None if the environment is not made of tools."""
 
     @property
     def is_waiting(self) -> bool:
@@ -83,6 +100,16 @@ class Episode:
         """Record the observation after the newest turn, which became `count` tokens of the response."""
         self.observations.append(observation)
         self.inserted.append((self.num_tokens, count))
+
+    def note(self, seconds: float, calls: Sequence[ToolUse] | None) -> None:
+        """Record what an answer cost."""
+        self.seconds.append(round(seconds, 6))
+        if calls is not None:
+            self.calls = [*(self.calls or ()), *calls]
+
+    def figures(self) -> dict[str, Any]:
+        """The turns for the metrics of a step, as `trainer/turn_metrics.py` reads them."""
+        return {"turns": len(self.completions), "seconds": self.seconds, "calls": self.calls}
 
     def num_inserted(self, start: int = 0) -> int:
         """Tokens of observations, from token `start` of the response on."""

@@ -13,7 +13,7 @@ import msgspec
 
 from ...comm.recipe import EnvironmentSettings
 from ..user_code.host import UserCall, UserCodeHost, UserCodePool
-from .base import Episode, StepResult, with_observation
+from .base import Episode, StepResult, ToolUse, with_observation
 
 
 class _Answer(msgspec.Struct):
@@ -21,6 +21,9 @@ class _Answer(msgspec.Struct):
     done: bool = False
     state: Any = None
     error: str = ""
+    is_late: bool = False
+    seconds: float = 0.0
+    calls: list[ToolUse] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +38,12 @@ class EnvironmentCall(UserCall):
     """The transcript. Without completions this is a call of `reset`, otherwise of `step` with the newest completion."""
     step: StepResult = field(default_factory=StepResult)
     state: Any = None
+    seconds: float = 0.0
+    calls: list[ToolUse] | None = None
+    """Of the newest turn, if the environment is made of tools."""
     failure: str = ""
+    is_late: bool = False
+    """The failure is that there was no answer in time."""
 
     def question(self) -> dict[str, Any]:
         episode = self.episode
@@ -49,6 +57,7 @@ class EnvironmentCall(UserCall):
         prompt = self.row["prompt"]
         if found.error:
             self.failure = found.error
+            self.is_late = found.is_late
             return []
         step = StepResult(answer["observation"], found.reward, found.done)
         if self.episode.completions:
@@ -57,6 +66,8 @@ class EnvironmentCall(UserCall):
             with_observation(prompt, step.observation)
         self.step = step
         self.state = found.state
+        self.seconds = found.seconds
+        self.calls = found.calls
         return []
 
 

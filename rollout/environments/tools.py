@@ -6,12 +6,13 @@
 
 import inspect
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...comm.errors import HeadraceError
 from ...relay.dataset.tool_calls import ToolCall, parse_calls
-from .base import Messages, StepResult
+from .base import UNKNOWN, Messages, StepResult, ToolUse
 from .user_calls import call
 
 Tool = Callable[..., Any]
@@ -37,6 +38,8 @@ class ToolEnvironment:
         self._owner = owner
         self._is_chat = False
         self._reward = 0.0
+        self.calls: list[ToolUse] = []
+        """Those of the newest turn."""
         if owner is None or hasattr(owner, "restore"):
             self.state = self._state
             self.restore = self._restore
@@ -47,6 +50,7 @@ class ToolEnvironment:
         return None if reset is None else await call(reset, **row)
 
     async def step(self, completion: str) -> StepResult:
+        self.calls = []
         calls = parse_calls(completion, list(self._tools), is_chat=self._is_chat)
         # A policy may write half of a surrogate pair, which no tokenizer takes.
         results = [(each.name, (await self._result(each)).encode(errors="replace").decode()) for each in calls]
@@ -75,10 +79,18 @@ class ToolEnvironment:
             await call(self._owner.restore, state["own"])
 
     async def _result(self, wanted: ToolCall) -> str:
+        started = time.monotonic()
+        result, has_failed = await self._outcome(wanted)
+        name = wanted.name if wanted.name in self._tools else UNKNOWN
+        self.calls.append(ToolUse(name, has_failed, round(time.monotonic() - started, 6)))
+        return result
+
+    async def _outcome(self, wanted: ToolCall) -> tuple[str, bool]:
+        """The result that the policy gets, and whether it is an error."""
         if wanted.problem:
-            return json.dumps({"error": wanted.problem})
+            return json.dumps({"error": wanted.problem}), True
         if wanted.name not in self._tools:
-            return json.dumps({"error": f"unknown tool {wanted.name!r}; known: {', '.join(self._tools)}"})
+            return json.dumps({"error": f"unknown tool {wanted.name!r}; known: {', '.join(self._tools)}"}), True
         tool = self._tools[wanted.name]
         arguments = wanted.arguments
         try:
@@ -87,5 +99,5 @@ class ToolEnvironment:
         except HeadraceError:  # such as a host without a sandbox: the policy has made no mistake
             raise
         except Exception as error:  # noqa: BLE001 - the policy learns from the errors of its calls
-            return json.dumps({"error": f"{type(error).__name__}: {error}"}, ensure_ascii=False)
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            return json.dumps({"error": f"{type(error).__name__}: {error}"}, ensure_ascii=False), True
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), False

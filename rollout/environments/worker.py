@@ -55,14 +55,17 @@ class Worker:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """`{"observation", "reward", "done", "state"}`, or `{"error"}` with one line for the log."""
+        """`{"observation", "reward", "done", "state", "seconds", "calls"}`, or `{"error"}` with one line for the log.
+
+        seconds: of the environment, without its making and its rebuilding. A call that got no answer in time `is_late`.
+        """
         try:
             answer = await self._advance(question)
             # This refuses half a surrogate pair. The same turn repeated would not equal what the channel makes of it.
             msgspec.json.encode(answer)
             return answer
         except TimeoutError:
-            return {"error": f"no answer within environment.timeout_s={self._timeout_s:g}"}
+            return {"error": f"no answer within environment.timeout_s={self._timeout_s:g}", "is_late": True}
         except Exception as error:  # noqa: BLE001 - the pool gets any error of the user's environment
             return {"error": explain(error)}
 
@@ -127,17 +130,24 @@ class Worker:
         row = question["row"]
         completions = question["completions"]
         step = StepResult()
+        started = time.monotonic()
         if is_new:
             step = StepResult(await self._limited(environment.reset, **row) or "")
             with_observation(row["prompt"], step.observation)
         if completions:
             if is_new:
                 await self._rebuild(environment, step.observation, question)
+            started = time.monotonic()
             step = StepResult(*await self._limited(environment.step, completions[-1]))
             step.check(is_chat=not isinstance(row["prompt"], str))
+        seconds = time.monotonic() - started
         has_state = hasattr(environment, "state") and hasattr(environment, "restore")
         state = await self._limited(environment.state) if has_state else None
-        return {"observation": step.observation, "reward": float(step.reward), "done": bool(step.done), "state": state}
+        calls = environment.calls if isinstance(environment, ToolEnvironment) else None
+        return {
+            "observation": step.observation, "reward": float(step.reward), "done": bool(step.done), "state": state,
+            "seconds": seconds, "calls": calls,
+        }  # fmt: skip
 
     async def _rebuild(self, environment: Any, first: Any, question: dict[str, Any]) -> None:
         """Bring an environment whose `reset` has answered `first` to the place before its trajectory's newest turn."""
@@ -242,7 +252,7 @@ class _Watchdog:
         name = "" if task is None else task.get_name()
         if name.isdecimal():
             error = f"it blocks the other environments for environment.timeout_s={self._timeout_s:g}"
-            self._write(int(name), {"error": error})
+            self._write(int(name), {"error": error, "is_late": True})
         if name.isdecimal() or name == CLOSING:
             self._write(0, {"restart": True})
         os._exit(1)

@@ -123,7 +123,11 @@ class Migration:
 
     def held(self) -> list[LeasedRow]:
         """Trajectories offered to other rollouts that this one still has the leases of."""
-        return [t.held for move in self.pending.values() for t in move.rows.values()]
+        return [t.held for t in self.moving()]
+
+    def moving(self) -> list[MovedRow]:
+        """These with their states."""
+        return [t for move in self.pending.values() for t in move.rows.values()]
 
     def handle(self, sender: str, message: Message) -> None:
         match message:

@@ -9,14 +9,12 @@ entropy gave no warning of their own there; an alarm quotes them where they are 
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from statistics import median
-from typing import NamedTuple
 
 from ...comm.recipe import AlgorithmSettings, Recipe
 from ..algorithms.kl_table import AGE_STARTS, NAMES
-
-Metrics = Mapping[str, object]
+from .watch import Alarm, Metrics, number
 
 MOST_DRIFT = 0.5
 """KL divergence per token from one version to the next: at most .32 in runs that learn (stories260k at 1e-3; the others .04), .8 and
@@ -34,8 +32,6 @@ MOST_MISMATCH = 0.05
 SMOOTHED = 3
 """Steps of a median: one step of few responses may have a single token of a large weight."""
 TEMPLATE_STEPS = 2
-REPEATED_AFTER = 10
-"""Steps without an alarm of a cause after which the next one is printed again."""
 HISTORY = 20
 """Steps before, of which a usual norm of the gradient and a usual entropy are the medians."""
 UNUSUAL = 3.0
@@ -43,15 +39,8 @@ LOOSE_CAP = 10.0
 """A cap of importance weights from which on it hardly bounds any."""
 
 
-class Alarm(NamedTuple):
-    """A cause, as in the metric `alarm/CAUSE`, and the sentence with the evidence and the setting to change."""
-
-    cause: str
-    text: str
-
-
 class CollapseWatch:
-    """Judges each step by its metrics. Those of the steps before a restart, given again, bring it to the same state."""
+    """Watches for a collapse of learning. Steps of trainers that count no tokens have no alarm."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -63,51 +52,31 @@ class CollapseWatch:
         }
         self._num_bare = 0
         """Steps in a row none of whose prompts has a mark of the model's template."""
-        self._last_steps: dict[str, int] = {}
-        """The last step with an alarm of each cause."""
-        self._new: list[str] = []
-        self.ends_run = recipe.run.on_collapse == "stop"
-        self.last = ""
-        """The last alarm with its step."""
 
-    def step(self, step: int, metrics: Metrics) -> dict[str, float]:
-        """Judge a step; returns the metric of each alarm that it has. Steps of trainers that count no tokens have none."""
-        self._new = []
+    def judge(self, metrics: Metrics) -> list[Alarm]:
         if not any(name in metrics for name in NAMES):
-            return {}
+            return []
         for name, values in self._recent.items():
             if name in metrics:
                 values.append(number(metrics, name))
         alarms = list(self._alarms(metrics))
         for name, values in self._usual.items():
             values.append(number(metrics, name))
-        for cause, text in alarms:
-            if self.ends_run or step > self._last_steps.get(cause, -REPEATED_AFTER - 1) + REPEATED_AFTER:
-                self._new.append(text)
-            self._last_steps[cause] = step
-            self.last = f"at step {step + 1}: {text}"
-        return {f"alarm/{alarm.cause}": 1.0 for alarm in alarms}
-
-    def told(self, checkpoint: int) -> list[str]:
-        """The texts of the alarms that the last step began; `checkpoint`: the newest one's step, for a run that they end."""
-        if not self.ends_run:
-            return self._new
-        kept = f"its last checkpoint is that of step {checkpoint}" if checkpoint > 0 else "it has no checkpoint"
-        return [f"{text}; run.on_collapse=stop ends the run, and {kept}" for text in self._new]
+        return alarms
 
     def _alarms(self, metrics: Metrics) -> Iterator[Alarm]:
         age = number(metrics, "staleness/token_mean")
         # The divergence grows with the square of the age while the versions move in one direction, else more slowly.
         drift = number(metrics, "staleness/kl") / max(age, 1.0) ** 2
         if drift > MOST_DRIFT:
-            yield Alarm("learning_rate", self._on_rate(metrics, drift))
+            yield Alarm("learning_rate", self._on_rate(metrics, drift), is_collapse=True)
         elif age >= OLD and self._smoothed("staleness/kl") > self._most_kl and self._smoothed("is/ess") < LEAST_ESS:
-            yield Alarm("staleness", self._on_age(metrics, age))
+            yield Alarm("staleness", self._on_age(metrics, age), is_collapse=True)
         if "mismatch/kl" in metrics and (mismatch := self._smoothed("mismatch/kl")) > MOST_MISMATCH:
-            yield Alarm("mismatch", _on_mismatch(metrics, mismatch))
+            yield Alarm("mismatch", _on_mismatch(metrics, mismatch), is_collapse=True)
         self._num_bare = self._num_bare + 1 if metrics.get("prompt/turn_frac") == 0 else 0
         if self._num_bare >= TEMPLATE_STEPS:
-            yield Alarm("chat_template", self._on_template())
+            yield Alarm("chat_template", self._on_template(), is_collapse=True)
 
     @property
     def _most_kl(self) -> float:
@@ -182,9 +151,3 @@ def _on_mismatch(metrics: Metrics, kl: float) -> str:
         f"generator and trainer compute different policies: the KL divergence is {kl:.2g} on tokens of the version in training (healthy:"
         f" below {MOST_MISMATCH:g}){place}: `headrace numerics` shows where; set generator.exact=true or model.dtype=float32"
     )
-
-
-def number(metrics: Metrics, name: str) -> float:
-    """A metric that is a number; 0 if the step does not have it."""
-    value = metrics.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0

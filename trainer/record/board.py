@@ -26,16 +26,15 @@ _STRING: Any = getattr(types_pb2, "DT_STRING")  # noqa: B009
 
 
 class Board:
-    """A new file of events in `folder`; TensorBoard forgets earlier files' steps from `first_step` on."""
+    """A new file of events in `folder`; TensorBoard forgets earlier files' steps from `first_step` on. Steps count from 1 here."""
 
     def __init__(self, folder: Path, first_step: int, deadline_s: float) -> None:
         when_writable(folder, lambda: make_folders(folder.parent, folder.name), deadline_s)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendFile(folder / name, deadline_s)
         self._append(_Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if first_step:
-            start = _SessionLog(status=_SessionLog.START)
-            self._append(_Event(wall_time=time.time(), step=first_step, session_log=start))
+        start = _SessionLog(status=_SessionLog.START)
+        self._append(_Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of a step."""

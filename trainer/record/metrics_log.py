@@ -9,6 +9,7 @@ from typing import Any
 from ...comm.clock import Clock, estimate
 from ...comm.disk import AppendFile
 from .board import Board
+from .earlier_points import has_point
 
 Value = float | int | Mapping[str, int]
 
@@ -21,7 +22,9 @@ class MetricsLog:
         self.path = run_dir / "metrics.jsonl"
         self._earlier_s = _cut_off(self.path, first_step)
         self._file = AppendFile(self.path, deadline_s)
-        self._board = Board(run_dir / "tensorboard", first_step, deadline_s)
+        self._folder = run_dir / "tensorboard"
+        self._board = Board(self._folder, first_step + 1, deadline_s)  # its steps count from 1
+        self._first_step = first_step
         self._clock = clock
         self._start = clock.now()
 
@@ -37,19 +40,24 @@ class MetricsLog:
         return self._earlier_s + self._clock.now() - self._start
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Record the metrics of optimizer step `step` (counted from 0)."""
+        """Record the metrics of optimizer step `step`, counted from 0. TensorBoard shows them at the number that the console gives the step."""
         row = {"step": step, "time_s": round(self.elapsed_s, 3), **metrics}
         self._file.append(json.dumps(row).encode() + b"\n")
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
-        self._board.write(step, {name: value for name, value in scalars.items() if not name.startswith("eval/")})
+        self._board.write(step + 1, {name: value for name, value in scalars.items() if not name.startswith("eval/")})
 
     def write_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation at its version, which is some steps before the one whose line has it."""
-        self._board.write(int(metrics["eval/version"]), metrics)
+        """Show an evaluation at its version: at the step that made it, some steps before the one whose line has it.
+
+        A trainer that starts again may get an evaluation again that the one before has shown.
+        """
+        version = int(metrics["eval/version"])
+        if version != self._first_step or not has_point(self._folder, "eval/version", version):
+            self._board.write(version, metrics)
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Show a text of a step in TensorBoard."""
-        self._board.write_text(step, name, text)
+        """Show a text of a step, counted from 0, in TensorBoard."""
+        self._board.write_text(step + 1, name, text)
 
     def close(self) -> None:
         self._file.close()

@@ -12,14 +12,13 @@ from ...comm.disk import say
 from ...comm.mailbox import Mailbox
 from ...comm.messages import LearningAlarm, TrainingDone
 from ...comm.recipe import Recipe
-from ...comm.waits import waited_seconds
 from ..alarms.balance import Balance, layout_of
-from ..alarms.collapse import CollapseWatch
-from ..alarms.cut_responses import CutResponses
+from ..alarms.run_alarms import RunAlarms
 from ..checkpoint import CheckpointWriter
 from ..step_metrics import StepMetrics
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .samples_log import SamplesLog
+from .wait_metrics import WaitMeter
 
 
 class RunRecorder:
@@ -40,13 +39,13 @@ class RunRecorder:
         self.mailbox = mailbox
         self.log = MetricsLog(run_dir, first_step, clock, recipe.comm.deadline_s)
         self.num_steps = recipe.run.steps
-        self.cuts = CutResponses(recipe.sampling.max_new_tokens)
-        self.collapse = CollapseWatch(recipe)
+        self.alarms = RunAlarms(recipe)
         self.has_collapsed = False
         """Whether an alarm of this process ends the run."""
         self.checkpoints = checkpoints
         self.time_left = TimeLeft(self.num_steps)
         self.balance = Balance(layout_of(recipe))
+        self.waits = WaitMeter()
         self.next_step = 0
         """The first step that has no line in the log."""
         self.rewards: list[float] = []
@@ -58,7 +57,7 @@ class RunRecorder:
         """The values of `checkpoint.best` by version, if it is a metric of evaluations."""
         for line in self.log.lines():
             self.next_step = line["step"] + 1
-            self.collapse.step(line["step"], line)
+            self.alarms.step(line["step"], line)
             self.rewards.append(line["reward/mean"])
             self.num_tokens += round(line["perf/throughput"] * line["timing_s/step"])
             if "eval/version" in line:
@@ -75,21 +74,19 @@ class RunRecorder:
             "idle/actor": wait_s / step_s,
             "perf/throughput": tokens / step_s,
             "perf/max_memory_allocated_gb": _peak_memory_gb(),
-            **{f"wait/{whom}": seconds for whom, seconds in waited_seconds().items()},
+            **self.waits.step(),
         }
         self.rewards.append(stats.mean_reward)
         self.num_tokens += tokens
-        metrics |= self.collapse.step(step, metrics)
+        metrics |= self.alarms.step(step, metrics)
         self.samples.write(step, stats.shown)  # first, so that no step of the metrics lacks its samples
         self.log.write(step, metrics)
         say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
         self.samples.show(step)
-        for text in self.collapse.told(self.checkpoints.newest):
-            say(f"alarm: {text}")
-            self.mailbox.send("hub", LearningAlarm(text, self.collapse.ends_run))
-            self.has_collapsed = self.collapse.ends_run
-        if warning := self.cuts.warning(stats.cut_share):
-            say(warning)
+        for told in self.alarms.told(self.checkpoints.newest):
+            say(told.line)
+            self.mailbox.send("hub", LearningAlarm(told.text, told.ends_run))
+            self.has_collapsed |= told.ends_run
         rollout_idle = metrics.get("idle/rollout")
         if advice := self.balance.step(step_s, wait_s, rollout_idle if isinstance(rollout_idle, float) else None):
             say(advice)
@@ -109,15 +106,17 @@ class RunRecorder:
         """Send the hub the facts for the summary; `saved` are the versions that the run leaves."""
         elapsed_s = self.log.elapsed_s
         num = len(self.rewards)
-        facts: dict[str, float | int | str] = {"export": export, "time_s": round(elapsed_s, 2)}
+        facts: dict[str, float | int | str | list[str]] = {"export": export, "time_s": round(elapsed_s, 2)}
         facts["tokens_per_s"] = round(self.num_tokens / max(elapsed_s, 1e-9), 1)
         if tenth := min(max(3, num // 10), num):
             facts["reward_first"] = round(sum(self.rewards[:tenth]) / tenth, 4)
             facts["reward_last"] = round(sum(self.rewards[-tenth:]) / tenth, 4)
         if advice := self.balance.advice():
             facts["advice"] = advice
-        if self.collapse.last:
-            facts["alarm"] = self.collapse.last
+        if self.alarms.last_collapse:
+            facts["alarm"] = self.alarms.last_collapse
+        if self.alarms.warnings:
+            facts["warnings"] = [*self.alarms.warnings.values()]
         if unbeaten := unbeaten_line(self.best, self.scores, saved):
             facts["best"] = unbeaten
         self.log.close()

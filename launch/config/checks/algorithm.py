@@ -9,15 +9,13 @@ from ....comm.recipe import AlgorithmSettings, BatchSettings, CriticSettings, Lo
 from ....trainer.memory import PolicySizes
 from ..model_files import read_config
 
-_OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline")
-"""Advantages against the other samples of the prompt."""
-
 _USUAL_RATES = ((50e6, math.inf), (500e6, 5e-5), (math.inf, 1e-5))
 """Largest usual learning rate when all weights are trained, by number of parameters: a smaller policy tolerates a higher rate."""
 _ADAPTER_FACTOR = 10
 """How much higher the usual rate of an adapter is ("LoRA Without Regret", thinkingmachines.ai, 2025)."""
 _ADAPTER_ROOM = 2
 """An adapter is warned of above this multiple of its usual rate, which is known less well."""
+_RATE_PAGE = "docs/use/warnings.md#a-high-learning-rate"
 
 
 def check_algorithm(recipe: Recipe) -> list[str]:
@@ -83,7 +81,7 @@ def _useless(recipe: Recipe) -> Iterator[str]:
         yield "algorithm.overlong_penalty has no effect with algorithm.overlong_buffer=0"
     if algorithm.kl_coef == 0 and algorithm.kl_estimator != default.kl_estimator:
         yield "algorithm.kl_estimator has no effect with algorithm.kl_coef=0"
-    if recipe.batch.samples_per_prompt == 1 and algorithm.advantage in _OF_A_GROUP:
+    if recipe.batch.samples_per_prompt == 1 and algorithm.is_of_group:
         yield f"algorithm.advantage={algorithm.advantage} is 0 for every response with batch.samples_per_prompt=1"
     if algorithm.advantage != "gae" and (algorithm.gamma, algorithm.lam) != (1, 1):
         yield f"algorithm.gamma and algorithm.lam have no effect on algorithm.advantage={algorithm.advantage}"
@@ -128,8 +126,10 @@ def check_rate(optimizer: OptimizerSettings, lora: LoraSettings, folder: Path) -
         usual = f"{1e-6 * _ADAPTER_FACTOR:g} to {most * _ADAPTER_FACTOR:g} is usual"
         if lr <= most * _ADAPTER_FACTOR * _ADAPTER_ROOM:
             return []
-        return [f"optimizer.lr={lr:g} is high for an adapter of a model of {size / 1e6:,.0f}M weights; {usual}"]
+        return [
+            f"optimizer.lr={lr:g} is high for an adapter of a model of {size / 1e6:,.0f}M weights; {usual} ({_RATE_PAGE})"
+        ]
     if lr <= most:
         return []
     usual = f"1e-6 to {most:g} is usual, more with lora.rank"
-    return [f"optimizer.lr={lr:g} is high for all {size / 1e6:,.0f}M weights of model.path; {usual}"]
+    return [f"optimizer.lr={lr:g} is high for all {size / 1e6:,.0f}M weights of model.path; {usual} ({_RATE_PAGE})"]

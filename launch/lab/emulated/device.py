@@ -82,6 +82,8 @@ class EmulatedDevice:
         self.num_recomputed = 0
         """Tokens dropped from the cache and prefilled again."""
         self.num_preempted = 0
+        self.num_sampled = 0
+        """Tokens drawn so far."""
 
     def add(self, sequences: Iterable[EmulatedSequence]) -> None:
         self.waiting.extend(sequences)
@@ -207,6 +209,7 @@ class EmulatedDevice:
 
     def _decoded(self, num_steps: int) -> list[EmulatedSequence]:
         self._num_steps += num_steps
+        self.num_sampled += num_steps * len(self.running)
         finished: list[EmulatedSequence] = []
         while self.running and self._first_end() <= self._num_steps:
             sequence = self._leave(self._ends[0][1])

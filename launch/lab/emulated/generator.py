@@ -113,6 +113,11 @@ class EmulatedGenerator:
         return self.device.num_recomputed
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens drawn so far."""
+        return self.device.num_sampled
+
+    @property
     def idle(self) -> bool:
         return not (self.device.running or self.device.waiting or self.device.paused)
 
@@ -139,7 +144,8 @@ class EmulatedGenerator:
     def unfinished(self) -> list[SequenceProgress]:
         device = self.device
         unfinished = (*device.running.values(), *device.waiting, *device.paused.values())
-        return [SequenceProgress(sequence.trajectory_id, device.num_tokens(sequence)) for sequence in unfinished]
+        totals = ((sequence, device.num_tokens(sequence)) for sequence in unfinished)
+        return [SequenceProgress(s.trajectory_id, total, total - s.num_prompt) for s, total in totals]
 
     def responses(self) -> list[SequenceState]:
         states: list[SequenceState] = []

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from headrace.launch.config.load import read_recipe
-from headrace.trainer.alarms.collapse import REPEATED_AFTER, CollapseWatch
+from headrace.trainer.alarms.collapse import CollapseWatch
+from headrace.trainer.alarms.run_alarms import REPEATED_AFTER, RunAlarms
 
 RUNS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("recorded.json").read_text())
 STEP: Mapping[str, object] = {
@@ -22,16 +23,17 @@ STEP: Mapping[str, object] = {
 STALE = {"staleness/kl": 1.4, "staleness/token_mean": 8.0, "is/ess": 0.3}
 
 
-def watch_of(**settings: object) -> CollapseWatch:
-    return CollapseWatch(read_recipe(None, [f"{name.replace('__', '.')}={value}" for name, value in settings.items()]))
+def watch_of(**settings: object) -> RunAlarms:
+    recipe = read_recipe(None, [f"{name.replace('__', '.')}={value}" for name, value in settings.items()])
+    return RunAlarms(recipe, [CollapseWatch(recipe)])
 
 
-def told(watch: CollapseWatch, *steps: Mapping[str, object], first: int = 0) -> list[tuple[int, str]]:
+def told(watch: RunAlarms, *steps: Mapping[str, object], first: int = 0) -> list[tuple[int, str]]:
     """The steps at which the watch tells an alarm, each with its text."""
     found: list[tuple[int, str]] = []
     for number, changes in enumerate(steps, first):
         watch.step(number, {**STEP, **changes})
-        found += [(number, text) for text in watch.told(checkpoint=4)]
+        found += [(number, each.text) for each in watch.told(checkpoint=4)]
     return found
 
 
@@ -43,7 +45,8 @@ def steps_of(run: dict[str, Any]) -> list[dict[str, Any]]:
 
 def alarms_of(run: dict[str, Any]) -> list[tuple[int, str]]:
     """(step, cause) of each alarm of a recorded run."""
-    watch = CollapseWatch(read_recipe(None, run["settings"]))
+    recipe = read_recipe(None, run["settings"])
+    watch = RunAlarms(recipe)
     return [(step, name) for step, row in enumerate(steps_of(run)) for name in watch.step(step, row)]
 
 

@@ -29,7 +29,7 @@ def test_each_step_is_one_object_with_its_time(tmp_path: Path):
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["staleness/hist"] == {"1": 4} and rows[0]["time_s"] >= 0
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert "staleness/hist" not in events.Tags()["scalars"]
 
 
@@ -40,6 +40,25 @@ def test_a_resumed_run_writes_each_step_once(tmp_path: Path):
             log.write(step, METRICS)
         log.close()
     assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
+def test_tensorboard_shows_each_step_once_and_at_the_consoles_number_however_often_a_run_is_resumed(tmp_path: Path):
+    for first, last in ((0, 5), (3, 6), (6, 8)):
+        log = MetricsLog(tmp_path, first_step=first, clock=Clock())
+        # The evaluation of the version that the run continues with comes again, unless its line is there.
+        log.write_evaluation({"eval/version": float(first), "eval/test/avg@1": 0.25})
+        for step in range(first, last):
+            log.write(step, METRICS | {"actor/lr": float(first)})
+        log.write_evaluation({"eval/version": float(last), "eval/test/avg@1": 0.5})
+        log.write_text(last - 1, "samples", f"of step {last}")
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(event.step, event.value) for event in events.Scalars("actor/lr")]
+    assert points == [(1, 0), (2, 0), (3, 0), (4, 3), (5, 3), (6, 3), (7, 6), (8, 6)]
+    assert console_line(6, 8, METRICS).startswith("step    7/8")
+    evaluated = [(event.step, event.value) for event in events.Scalars("eval/test/avg@1")]
+    assert evaluated == [(0, 0.25), (3, 0.25), (6, 0.5), (8, 0.5)]
+    assert [event.step for event in events.Tensors("samples")][-2:] == [6, 8]
 
 
 def test_the_lines_of_a_run_that_goes_on_are_read_one_at_a_time(tmp_path: Path):
