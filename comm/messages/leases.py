@@ -176,7 +176,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     peak_running: int = 0
     """Most trajectories that have decoded together under `version`."""
     drawn: DrawnTokens = DrawnTokens()
-    recomputed: dict[str, int] = {}
+    recomputed: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Tokens that it has prefilled again, by what dropped them from the cache."""
 
     @property
