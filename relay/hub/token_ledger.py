@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...comm.messages import DrawnTokens, HeldRows, LoadReport, Message, RowDone, SampleScored
+from ...comm.messages import DrawnTokens, HeldRows, LoadReport, Message, RowDone, RowsStreamed, SampleScored
 from ..journal import events as ev
 from ..journal.records import RowStatus
 
@@ -73,6 +73,8 @@ class TokenLedger:
             case RowDone() | SampleScored():
                 entry = self._entry(sender, message.drawn)
                 entry.ended += message.num_drawn
+            case RowsStreamed() if message.drawn.drawn:
+                self._entry(sender, message.drawn)
             case LoadReport() | HeldRows():
                 entry = self._entry(sender, message.drawn)
                 is_first = not entry.told.drawn and not entry.ended

@@ -27,7 +27,9 @@ def explained() -> dict[str, re.Pattern[str]]:
             full = f"{folder}{name}" if name.startswith("/") else name
             if not name.startswith("/"):
                 folder = name.rpartition("/")[0]
-            parts = [r"[^/]+" if _PLACEHOLDER.fullmatch(part) else re.escape(part) for part in re.split(r"([/@])", full)]
+            parts = [
+                r"[^/]+" if _PLACEHOLDER.fullmatch(part) else re.escape(part) for part in re.split(r"([/@])", full)
+            ]
             found[full] = re.compile("".join(parts))
     return found
 

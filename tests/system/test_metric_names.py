@@ -51,7 +51,9 @@ def written(folder: Path, **settings: object) -> set[str]:
     system.start_all().wait()
     names = names_in(system.dir / "metrics.jsonl")
     shown = {*EventAccumulator(str(system.dir / "tensorboard")).Reload().Tags()["scalars"]}
-    assert names - shown <= {"staleness/hist"} and shown <= names | {"eval/version"} | {n for n in shown if "eval/" in n}
+    assert names - shown <= {"staleness/hist"} and shown <= names | {"eval/version"} | {
+        n for n in shown if "eval/" in n
+    }
     assert not [name for name in names | shown if re.search(r":\d|\d{4,}$|localhost", name)]
     return names | shown
 
