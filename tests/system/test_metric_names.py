@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.metric_names import explained, names_in, unexplained
 from support.source_tree import ROOT
-from support.system import System
+from support.system import TURNS, System
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_pages_for_users import texts
 
@@ -25,7 +25,7 @@ NOT_IN_EVERY_RUN = re.compile(
     r"alarm/CAUSE|actor/router_aux_loss|kl/age/RANGE|weights/midway|repack/.*|environment/(errors|timeouts)|prompt/turn_frac"
     r"|tools/(NAME/.*|failed_frac|seconds_.*)|wait_s/.*|staleness/(kl|limited_frac)|mismatch/.*|queue/starved_s"
     r"|tokens/(restored|filtered|failed|evicted|superseded|lost|recomputed/REASON)|reward/NAME/KEY|rollout/prefix_cache_hit_rate"
-    r"|idle/r.*|rollout/.*|weights/pull_s"
+    r"|checkpoint/memory_.*|idle/r.*|rollout/.*|weights/pull_s"
 )
 """Names that depend on what happens in a run. A text in one of the writers makes each of them."""
 TOOLS = '''
@@ -62,7 +62,7 @@ def written(folder: Path, **settings: object) -> set[str]:
 def all_written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     folder = tmp_path_factory.mktemp("runs")
     ppo = {"algorithm.advantage": "gae", "algorithm.kl_coef": 0.1, "eval.path": "{folder}/test.jsonl", "eval.every": 1}
-    tools = {"environment.path": "{folder}/box.py:Box", "run.steps": 2}
+    tools = TURNS | {"environment.path": "{folder}/box.py:Box", "run.steps": 2}
     return written(folder / "ppo", **ppo) | written(folder / "tools", **tools)
 
 
