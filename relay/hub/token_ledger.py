@@ -73,6 +73,8 @@ class TokenLedger:
             case RowDone() | SampleScored():
                 entry = self._entry(sender, message.drawn)
                 entry.ended += message.num_drawn
+                if not message.drawn.drawn:  # a client of the project's rollout service does not count
+                    entry.drawn += message.num_drawn
             case RowsStreamed() if message.drawn.drawn:
                 self._entry(sender, message.drawn)
             case LoadReport() | HeldRows():
@@ -135,6 +137,7 @@ class TokenLedger:
         out: dict[str, int | bool] = {**self.totals()}
         told = sum(entry.told.unfinished for entry in self._entries.values() if not entry.is_gone)
         has_gone = any(entry.is_gone for entry in self._entries.values()) or self._state.num_moved > 0
+        has_gone = has_gone or not self.is_new
         missing = out["unfinished"] - told
         out["unfinished"] = told
         if has_gone:
