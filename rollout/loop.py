@@ -25,7 +25,7 @@ from .generation import Generation
 from .generators.base import Generator, open_generator
 from .leased_row import LeasedRow
 from .leases import HeldLeases
-from .load_report import LoadTotals
+from .load_report import LoadTotals, TokenAccount
 from .migration.migration import Migration, MoveDeadlines
 from .migration.transport import Transfers
 from .pacing import RolloutPacing
@@ -33,7 +33,6 @@ from .partial_rows import PartialRows, StreamedRow
 from .rewards.pool import Rewards, open_rewards
 from .row_writer import RowWriter, Writer
 from .scoring import Scoring
-from .token_account import TokenAccount
 
 _log = logging.getLogger(__name__)
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.metric_names import explained, names_in, unexplained
-from support.source_tree import ROOT
+from support.source_tree import ROOT, texts
 from support.system import TURNS, System
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_pages_for_users import texts
 
 from headrace.relay.hub.token_ledger import KINDS
 from headrace.trainer.record.wait_metrics import ROLES
