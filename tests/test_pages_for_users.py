@@ -138,7 +138,7 @@ def test_the_function_that_sends_metrics_to_a_tracker_sends_the_numbers_and_ends
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     log = run_example("metrics", "import headrace\nimport wandb\n", monkeypatch)["on_step"]
     assert log({"step": 3, "reward/mean": 0.5, "staleness/hist": {"1": 4}}) is None
-    assert sent == [({"step": 3, "reward/mean": 0.5}, 3)]
+    assert sent == [({"step": 3, "reward/mean": 0.5}, 4)]
 
 
 def test_the_pages_answer_usual_wishes_with_a_link_each():
