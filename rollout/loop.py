@@ -25,15 +25,14 @@ from .generation import Generation
 from .generators.base import Generator, open_generator
 from .leased_row import LeasedRow
 from .leases import HeldLeases
-from .load_report import LoadTotals
+from .load_report import LoadTotals, TokenAccount
 from .migration.migration import Migration, MoveDeadlines
 from .migration.transport import Transfers
 from .pacing import RolloutPacing
-from .partial_rows import PartialRows
+from .partial_rows import PartialRows, StreamedRow
 from .rewards.pool import Rewards, open_rewards
 from .row_writer import RowWriter, Writer
 from .scoring import Scoring
-from .token_account import TokenAccount
 
 _log = logging.getLogger(__name__)
 
@@ -112,14 +111,14 @@ class Rollout:
         self._generate()
         self._scoring.advance()
         if self.leases.can_continue and (rows := self._partial_rows.due(has_turns=has_turns)):
-            self._row_writer.submit(rows)
+            self._stream(rows)
         self._report()
 
     def close(self) -> None:
         """Write the scored rows and what there is of the others, report those to the hub, close the connections."""
         self._scoring.advance()
         if self.leases.can_continue and (rows := self._partial_rows.all()):
-            self._row_writer.submit(rows)
+            self._stream(rows)
         self._row_writer.close()
         self._generation.close()
         held = self.leases.held_rows(*self.migration.held())
@@ -129,6 +128,10 @@ class Rollout:
         self.generator.close()
         self._trace.close()
         self._mailbox.close()
+
+    def _stream(self, rows: list[StreamedRow]) -> None:
+        drawn = self._tokens.report(())
+        self._row_writer.submit([row._replace(drawn=drawn) for row in rows])
 
     def handle(self, envelope: Envelope) -> None:
         match envelope.message:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from ..comm.messages import Lease, RowRef, RowsStreamed
+from ..comm.messages import DrawnTokens, Lease, RowRef, RowsStreamed
 from ..relay.queue.replicated_rows import ReplicatedRows, RowNotFound
 from .engine.sampling import SamplingParams
 from .engine.sequence import SequenceState
@@ -29,12 +29,16 @@ class StreamedRow(NamedTuple):
 
     ref: RowRef
     columns: dict[str, np.ndarray]
+    drawn: DrawnTokens = DrawnTokens()
+    """Those of the rollout at this moment."""
 
 
 def write_streamed(rows: list[StreamedRow], storage: ReplicatedRows) -> RowsStreamed | None:
     """Replace the stored first tokens; returns the report to the hub, or None if no unit accepts them now."""
     units = storage.try_put_rows({row.ref.key: row.columns for row in rows})
-    return None if units is None else RowsStreamed([replace(row.ref, storage_ids=units) for row in rows])
+    return (
+        None if units is None else RowsStreamed([replace(row.ref, storage_ids=units) for row in rows], rows[-1].drawn)
+    )
 
 
 @dataclass(slots=True)

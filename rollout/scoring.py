@@ -11,8 +11,8 @@ from .leases import RowHolder
 from .row_writer import RowSink
 
 if TYPE_CHECKING:
+    from .load_report import TokenAccount
     from .rewards.pool import Rewards
-    from .token_account import TokenAccount
 
 
 class Scoring:

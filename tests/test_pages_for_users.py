@@ -1,16 +1,13 @@
 """The claims of the pages for users are true of the program: its messages, its names, its settings."""
 
-import ast
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.source_tree import ROOT, SOURCES, TREES
+from support.source_tree import ROOT, SOURCES, texts
 
 import headrace
 from headrace.comm.errors import SettingError
@@ -22,18 +19,6 @@ from headrace.trainer.policy.families import check_supported
 USE = ROOT / "docs" / "use"
 ROW = re.compile(r"^\| (?!you see|---)(.+?) \|", re.MULTILINE)
 QUOTED = re.compile(r"`([^`]+)`")
-
-
-@cache
-def texts(path: Path) -> list[str]:
-    """The texts of a source file, with `...` for the expressions in them."""
-    found: list[str] = []
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.JoinedStr):
-            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
 
 
 def quoted_messages() -> Iterator[str]:
@@ -153,7 +138,7 @@ def test_the_function_that_sends_metrics_to_a_tracker_sends_the_numbers_and_ends
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     log = run_example("metrics", "import headrace\nimport wandb\n", monkeypatch)["on_step"]
     assert log({"step": 3, "reward/mean": 0.5, "staleness/hist": {"1": 4}}) is None
-    assert sent == [({"step": 3, "reward/mean": 0.5}, 3)]
+    assert sent == [({"step": 3, "reward/mean": 0.5}, 4)]
 
 
 def test_the_pages_answer_usual_wishes_with_a_link_each():

@@ -70,18 +70,6 @@ class PromptRefused(Message, frozen=True):
     reason: str
 
 
-class RowsStreamed(Message, frozen=True):
-    """The storage units have the first tokens of these unfinished trajectories."""
-
-    rows: list[RowRef]
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a whole row; a message with one is refused as malformed."""
-        for row in self.rows:
-            if not row.is_partial:
-                raise ValueError(f"row {row.row} is not partial")
-
-
 class DrawnTokens(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one incarnation of a rollout since it started, evaluations included.
 
@@ -93,6 +81,20 @@ class DrawnTokens(msgspec.Struct, frozen=True, array_like=True):
     drawn: int = 0
     ended: int = 0
     unfinished: int = 0
+
+
+class RowsStreamed(Message, frozen=True):
+    """The storage units have the first tokens of these unfinished trajectories."""
+
+    rows: list[RowRef]
+    drawn: DrawnTokens = DrawnTokens()
+    """The rollout's tokens when it had these ones."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a whole row; a message with one is refused as malformed."""
+        for row in self.rows:
+            if not row.is_partial:
+                raise ValueError(f"row {row.row} is not partial")
 
 
 class RowDone(Message, frozen=True):
@@ -176,7 +178,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     peak_running: int = 0
     """Most trajectories that have decoded together under `version`."""
     drawn: DrawnTokens = DrawnTokens()
-    recomputed: dict[str, int] = {}
+    recomputed: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Tokens that it has prefilled again, by what dropped them from the cache."""
 
     @property

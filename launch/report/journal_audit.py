@@ -100,6 +100,10 @@ def audit_lines(run: Path, num_processes: int = 1) -> Iterator[str]:
     state, report = _verify(run / JOURNAL_FILE, num_processes)
     account = " ".join(f"{name}={value}" for name, value in account_dict(state).items())
     yield f"{run}: {state.step} steps, version {state.version}, {state.ended or 'not ended'}: {account}"
+    if state.tokens.ended or state.tokens.restored:
+        ends = ("restored", "trained", "evaluated", "filtered", "failed", "evicted", "lost", "ready")
+        tokens = " ".join(f"{name}={getattr(state.tokens, name)}" for name in ends)
+        yield f"  tokens since the last start: ended={state.tokens.ended} {tokens} holds={state.tokens.is_balanced}"
     yield f"  staleness {dict(sorted(state.staleness.items()))}"
     midway = f", new weights midway {dict(sorted(state.midway.items()))}" if state.midway else ""
     yield f"  versions per trajectory {dict(sorted(state.versions_per_trajectory.items()))}{midway}"

@@ -12,6 +12,7 @@ from ..processes.child import print_message
 from .leavings import tidy
 from .peak_memory import memory_row, merge_peaks
 from .planned import planned_text, with_prediction
+from .token_text import tokens_text
 
 MOST_FILES = 2
 """Most files of held-out prompts in the table, which fits on a screen with the last steps."""
@@ -72,6 +73,7 @@ def summary_rows(summary: Mapping[str, Any], run_dir: Path, memory: str = "") ->
         "advice": str(summary.get("advice") or ""),
         "failed trajectories": "; ".join(f"{n} x {reason}" for reason, n in summary.get("failures", {}).items()),
         "accounting": f"{account['leased']} leased = {parts}: {verdict}",
+        "tokens": tokens_text(summary),
         "staleness": _histogram(summary.get("staleness", {})),
         "versions per trajectory": _versions_text(summary),
         "peak memory": memory,

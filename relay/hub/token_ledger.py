@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...comm.messages import DrawnTokens, HeldRows, LoadReport, Message, RowDone, SampleScored
+from ...comm.messages import DrawnTokens, HeldRows, LoadReport, Message, RowDone, RowsStreamed, SampleScored
 from ..journal import events as ev
 from ..journal.records import RowStatus
 
@@ -73,6 +73,10 @@ class TokenLedger:
             case RowDone() | SampleScored():
                 entry = self._entry(sender, message.drawn)
                 entry.ended += message.num_drawn
+                if not message.drawn.drawn:  # a client of the project's rollout service does not count
+                    entry.drawn += message.num_drawn
+            case RowsStreamed() if message.drawn.drawn:
+                self._entry(sender, message.drawn)
             case LoadReport() | HeldRows():
                 entry = self._entry(sender, message.drawn)
                 is_first = not entry.told.drawn and not entry.ended
@@ -133,6 +137,7 @@ class TokenLedger:
         out: dict[str, int | bool] = {**self.totals()}
         told = sum(entry.told.unfinished for entry in self._entries.values() if not entry.is_gone)
         has_gone = any(entry.is_gone for entry in self._entries.values()) or self._state.num_moved > 0
+        has_gone = has_gone or not self.is_new
         missing = out["unfinished"] - told
         out["unfinished"] = told
         if has_gone:

@@ -266,9 +266,9 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     assert row is not None and row.status is _LEASED, f"row {event.row} is not leased"
     state.end_lease(event.row, row)
     row.status = _FAILED
+    state.account.failed += 1
     state.tokens.ended += event.num_drawn
     state.tokens.failed += event.num_drawn
-    state.account.failed += 1
     state.failures[event.reason] += 1
     state.losses.fail(1, event.reason)
     group = state.groups[event.row.group]

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,3 +76,15 @@ def longest_chain(graph: Graph) -> list[str]:
         return chains[name]
 
     return max((chain_of(name) for name in sorted(graph)), key=len)
+
+
+@cache
+def texts(path: Path) -> list[str]:
+    """The texts of a source file, with `...` for the expressions in them."""
+    found: list[str] = []
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.closing import at_end
 from support.in_memory import MemoryFleet, MemoryNetwork
+from support.metric_names import names_in, unexplained
 from support.policies import tiny_policy
 from support.polling import wait_for
 
@@ -117,6 +118,7 @@ class System:
         self.until(lambda: not any(thread.is_alive() for thread in self.threads.values()))
         assert not self.errors, self.errors
         self.network.mailboxes.close()
+        assert not unexplained(names_in(self.dir / "metrics.jsonl")), "docs/use/metrics.md does not explain them"
         return json.loads((self.dir / "summary.json").read_text())
 
     def wait_for_event(self, kind: str) -> None:

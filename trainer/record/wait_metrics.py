@@ -17,6 +17,7 @@ _ROLE_OF = {
 }
 """The role by how the name of a wait's other side begins. Names may have a host and a port, roles have neither."""
 OTHER = "other"
+ROLES = tuple(dict.fromkeys((*_ROLE_OF.values(), OTHER)))
 
 
 def role_of_wait(whom: str) -> str:

@@ -46,7 +46,7 @@ def test_an_environment_whose_constructor_ends_after_its_deadline_is_closed():
         return answer
 
     answer = asyncio.run(asyncio.wait_for(ask(), 60))
-    assert answer == {"error": "no answer within environment.timeout_s=0.01"} and Slow.begins.is_set()
+    assert answer == {"error": "no answer within environment.timeout_s=0.01", "is_late": True} and Slow.begins.is_set()
 
 
 class Seeded:
