@@ -8,6 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headrace.comm.clock import Clock
 from headrace.trainer.record.metrics_log import MetricsLog, TimeLeft, Value, console_line, unbeaten_line
+from headrace.trainer.record.trackers.board import Board
+from headrace.trainer.record.trackers.opened import Trackers
 
 METRICS: dict[str, Value] = {
     "reward/mean": 0.5, "response_length/mean": 7.0, "actor/entropy": 0.3, "actor/grad_norm": 1.0,
@@ -21,7 +23,8 @@ def steps(path: Path) -> list[int]:
 
 
 def test_each_step_is_one_object_with_its_time(tmp_path: Path):
-    log = MetricsLog(tmp_path, first_step=0, clock=Clock())
+    board = Board(tmp_path / "tensorboard", 0, deadline_s=60)
+    log = MetricsLog(tmp_path, first_step=0, clock=Clock(), open_trackers=lambda _: Trackers([board]))
     for step in range(3):
         log.write(step, METRICS)
     log.close()

@@ -90,7 +90,7 @@ class TrackerFeed:
             kill_tree(self._process.pid, _KILL_S)
             self._process.wait(_KILL_S)
             say(
-                f"warning: {self._setting}: it has not finished within {deadline_s:.0f} s of the end of the run, so its process was"
+                f"warning: {self._setting}: it has not finished within {deadline_s:g} s of the end of the run, so its process was"
                 " ended; metrics.jsonl has all numbers"
             )
         elif self._process.returncode not in (0, SAID):
