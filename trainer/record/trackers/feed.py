@@ -23,7 +23,7 @@ from .tracker import Histogram
 
 MOST_BYTES = 8 << 20
 """Bytes that wait for a tracker's process, beside those in the pipe: 1,000 steps or more."""
-END_S = 30.0
+END_S = 60.0
 """Longest time that the end of a run waits for its trackers."""
 SAID = 3
 """Exit code of a tracker's process that has told the reason itself."""
