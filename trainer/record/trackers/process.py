@@ -139,6 +139,7 @@ class Watch:
 
 
 def main() -> None:
+    """Read the pipe to its end."""
     name, run_dir, past_bytes, parent = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM):  # the trainer decides, and may have to tell its last steps
         signal.signal(number, signal.SIG_IGN)
