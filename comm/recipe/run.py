@@ -38,6 +38,8 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """`never` refuses a folder with a run; `auto` continues it after its last step; `restart` starts at step 1 and keeps its files aside."""
     samples: OptionalCount = 2
     """Groups of each step whose texts, rewards and log-probs are kept in `samples.jsonl` (docs/use/viewer.md), two of their samples on the console and in TensorBoard now and then; 0 is off."""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
+    """Where the metrics go beside `metrics.jsonl` and the console (docs/use/trackers.md); [] is nowhere."""
     on_collapse: Literal["warn", "stop"] = "warn"
     """At an alarm that learning is about to collapse (docs/use/troubleshooting.md): go on, or `stop` with the last checkpoint before it."""
 

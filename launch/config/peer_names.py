@@ -107,6 +107,7 @@ _VERL = {
     "kl_ctrl.kl_coef": "algorithm.kl_coef",
     "kl_loss_coef": "algorithm.kl_coef",
     "kl_loss_type": "algorithm.kl_estimator",
+    "logger": "run.report_to",
     "lora_rank": "lora.rank",
     "loss_agg_mode": "algorithm.loss_agg",
     "lr_warmup_steps": "optimizer.warmup_steps",
@@ -162,7 +163,7 @@ _PRIME_RL = {
 PEERS: Mapping[str, Mapping[str, str]] = {"TRL": _TRL, "verl": _VERL, "prime-rl": _PRIME_RL}
 """For each project, its names of settings (with as many leading sections as needed) and the names here."""
 
-_METRICS = "metrics of each step go to the console, metrics.jsonl and TensorBoard"
+_METRICS = "metrics of each step go to the console, metrics.jsonl and run.report_to"
 _ON_STEP = "on_step of headrace.train is called with the metrics of each step, and ends the run by returning True"
 _ATTENTION = "the trainer uses PyTorch's attention; generator.attention is that of decoding"
 _REFERENCE = "algorithm.kl_coef compares with the initial policy, which stays as it is"
@@ -186,7 +187,6 @@ ELSEWHERE: Mapping[str, str] = {
     "load_in_4bit": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,
     "log_completions": "run.samples keeps groups of each step, shows two samples on the console now and then, and headrace view shows all",
-    "logger": _METRICS,
     "logging_dir": "TensorBoard's files are in the folder tensorboard of run.dir",
     "logging_steps": _METRICS,
     "lora_dropout": "dropout is not supported",
@@ -203,7 +203,6 @@ ELSEWHERE: Mapping[str, str] = {
     "ref_model_mixup_alpha": _REFERENCE,
     "ref_model_sync_steps": _REFERENCE,
     "remove_unused_columns": "the reward functions receive all columns of the data",
-    "report_to": _METRICS,
     "reward_processing_classes": "a reward model is a server of its own, which reward.path names",
     "run_name": "run.dir alone names a run",
     "sync_ref_model": _REFERENCE,

@@ -83,7 +83,9 @@ def typed_value(kind: kinds.Type, value: Any) -> Any:
                             key: yaml.safe_load(each) if isinstance(each, str) else each
                             for key, each in entries.items()
                         }
-                case kinds.VarTupleType(item_type=kinds.StrType()), str() if member is kind and value[:1] != "[":
+                case kinds.VarTupleType(item_type=kinds.StrType() | kinds.LiteralType()), str() if (
+                    member is kind and value[:1] != "["
+                ):
                     return [value]
                 case kinds.VarTupleType(), str() if member is kind or value.startswith("["):
                     return yaml.load(value, SettingsLoader)

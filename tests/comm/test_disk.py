@@ -16,7 +16,7 @@ from headrace.comm.errors import DiskFull
 from headrace.comm.trace import Trace
 from headrace.launch.processes.child import Child
 from headrace.relay.checkpoints import CheckpointFolder
-from headrace.trainer.record.board import Board
+from headrace.trainer.record.trackers.board import Board
 from headrace.trainer.step_log import StepLog
 
 
@@ -79,7 +79,7 @@ def test_a_new_file_waits_for_an_inode_and_the_message_names_inodes(
             file.unlink()
         starter.join(60)
         (board,) = opened
-        board.write(3, {"loss": 1.0})
+        board.step(3, {"loss": 1.0}, {})
         board.close()
         said.clear()
         taken = use_up_inodes(disk)

@@ -1,14 +1,18 @@
 """A run that has finished leaves its results, and no traces and empty logs unless it was asked to."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.comm.clock import Clock
 from headrace.comm.trace import Trace
 from headrace.launch.report.summary import print_summary
+from headrace.trainer.record.trackers.board import Board
 
 FINISHED: dict[str, Any] = {"status": "finished", "exit_code": 0}
 KEPT = {"config.yaml", "journal.jsonl", "summary.json", "logs"}
@@ -57,6 +61,18 @@ def test_the_journal_of_steps_that_were_given_up_or_of_another_run_stays(other: 
     (tmp_path / f"{other}.discarded-1").write_text("{}\n")
     print_summary(tmp_path)
     assert "journal.jsonl.discarded-1" in names(tmp_path)
+
+
+@pytest.mark.parametrize("with_trace", [False, True])
+def test_tensorboard_gets_the_timeline_as_an_image_at_the_last_step(with_trace: bool, tmp_path: Path):
+    run_folder(tmp_path, FINISHED)
+    Board(tmp_path / "tensorboard", 0, deadline_s=60).end(None)
+    lines = [json.dumps({"step": step, "time_s": 1.0}) for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "ti')
+    print_summary(tmp_path, with_trace=with_trace)
+    (event,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("timeline")
+    width, height, png = event.tensor_proto.string_val
+    assert event.step == 3 and Image.open(io.BytesIO(png)).size == (int(width), int(height))
 
 
 def test_files_that_no_process_of_the_run_has_written_stay(tmp_path: Path):

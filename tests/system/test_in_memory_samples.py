@@ -117,10 +117,10 @@ def dying_before_metrics(fleet: Fleet, recipe: Recipe) -> None:
     assert trainer.recorder is not None
     write = trainer.recorder.log.write
 
-    def die(step: int, metrics: Any) -> None:
+    def die(step: int, metrics: Any, histograms: Any) -> None:
         if step == 1:
             raise Died
-        write(step, metrics)
+        write(step, metrics, histograms)
 
     trainer.recorder.log.write = die
     run_until_death(trainer, fleet)

@@ -14,6 +14,7 @@ from headrace.comm.recipe import AlgorithmSettings, SamplingSettings
 from headrace.relay.queue.batch import Batch
 from headrace.trainer.actor_group import ActorGroup
 from headrace.trainer.algorithms.objective import policy_loss
+from headrace.trainer.algorithms.ratio_table import RatioTable
 from headrace.trainer.batch import PADDING_TRAJECTORY, Trajectory, pack
 from headrace.trainer.step_metrics import StepMetrics
 
@@ -203,3 +204,28 @@ def test_each_figure_is_that_of_its_formula_over_the_tokens_with_loss_of_all_mic
     for name, value in figures_by_formula(rows, ours, entropy).items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
     assert stats.metrics(VERSION) == metrics, "reading changes nothing"
+
+
+def test_histograms_count_each_trajectory_and_each_token_once():
+    stats = stats_of(VERSION - 2, 0.5, num_tokens=3)
+    found = stats.histograms(VERSION)
+    assert sum(found["reward"].counts) == 2 and (found["reward"].edges[0], found["reward"].edges[-1]) == (0.0, 1.0)
+    assert found["staleness"].edges == [-0.5, 0.5, 1.5, 2.5] and found["staleness"].counts == [0, 0, 2]
+    ratios = found["is/log_ratio"]
+    (place,) = [place for place, count in enumerate(ratios.counts) if count]
+    assert ratios.counts[place] == 3 and ratios.edges[place] < 0.5 <= ratios.edges[place + 1]
+    assert "response_length" not in found, "the rows do not say where their prompts end"
+
+
+def test_a_histogram_of_lengths_leaves_out_the_prompt():
+    stats = StepMetrics()
+    stats.rows = [GroupRef(GroupId(0, 0), [0], [1], [["u"]], [5], [9], [1.0], num_prompt_tokens=4).rows()[0]]
+    found = stats.histograms(VERSION)["response_length"]
+    assert sum(found.counts) == 1 and found.edges[0] < 5 < found.edges[-1]
+
+
+def test_ratios_that_are_not_finite_are_counted_in_the_outer_intervals():
+    table = RatioTable()
+    table.add(torch.tensor([math.inf, -math.inf, math.nan, 0.0, 0.0]), torch.tensor([True, True, True, True, False]))
+    totals = table.totals()
+    assert sum(totals) == 4 and totals[0] == 1 and totals[-1] == 2 and totals[len(totals) // 2] == 1

@@ -1,15 +1,15 @@
-"""Metrics of the run: `metrics.jsonl`, TensorBoard, and one console line per step."""
+"""Metrics of the run: `metrics.jsonl`, trackers such as TensorBoard, and one console line per step."""
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...comm.clock import Clock, estimate
 from ...comm.disk import AppendFile
-from .board import Board
-from .earlier_points import has_point
+from .trackers.opened import Trackers
+from .trackers.tracker import Histogram
 
 Value = float | int | Mapping[str, int]
 
@@ -17,14 +17,19 @@ Value = float | int | Mapping[str, int]
 class MetricsLog:
     """Writes one object per step; values are numbers, or histograms as {"bin": count}."""
 
-    def __init__(self, run_dir: Path, first_step: int, clock: Clock, deadline_s: float = 60.0) -> None:
-        """`deadline_s` bounds the wait for room on a full disk."""
+    def __init__(
+        self,
+        run_dir: Path,
+        first_step: int,
+        clock: Clock,
+        deadline_s: float = 60.0,
+        open_trackers: Callable[[Path], Trackers] = lambda _: Trackers(),
+    ) -> None:
+        """`deadline_s` bounds the wait for room on a full disk. open_trackers: those of the run, from the lines so far."""
         self.path = run_dir / "metrics.jsonl"
         self._earlier_s = _cut_off(self.path, first_step)
         self._file = AppendFile(self.path, deadline_s)
-        self._folder = run_dir / "tensorboard"
-        self._board = Board(self._folder, first_step + 1, deadline_s)  # its steps count from 1
-        self._first_step = first_step
+        self._trackers = open_trackers(self.path)
         self._clock = clock
         self._start = clock.now()
 
@@ -39,29 +44,25 @@ class MetricsLog:
         """Seconds of the run, with those before it was resumed or its trainer was started again."""
         return self._earlier_s + self._clock.now() - self._start
 
-    def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Record the metrics of optimizer step `step`, counted from 0. TensorBoard shows them at the number that the console gives the step."""
+    def write(self, step: int, metrics: Mapping[str, Value], histograms: Mapping[str, Histogram] | None = None) -> None:
+        """Record the metrics of optimizer step `step`, counted from 0. Trackers show them at the number that the console gives the step."""
         row = {"step": step, "time_s": round(self.elapsed_s, 3), **metrics}
         self._file.append(json.dumps(row).encode() + b"\n")
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
-        self._board.write(step + 1, {name: value for name, value in scalars.items() if not name.startswith("eval/")})
+        self._trackers.step(step + 1, scalars, histograms or {})
 
     def write_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation at its version: at the step that made it, some steps before the one whose line has it.
-
-        A trainer that starts again may get an evaluation again that the one before has shown.
-        """
-        version = int(metrics["eval/version"])
-        if version != self._first_step or not has_point(self._folder, "eval/version", version):
-            self._board.write(version, metrics)
+        """Show an evaluation at its version: at the step that made it, some steps before the one whose line has it."""
+        self._trackers.evaluation(int(metrics["eval/version"]), metrics)
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Show a text of a step, counted from 0, in TensorBoard."""
-        self._board.write_text(step + 1, name, text)
+        """Show a text of a step, counted from 0, in the trackers."""
+        self._trackers.text(step + 1, name, text)
 
-    def close(self) -> None:
+    def close(self, results: Mapping[str, float] | None = None) -> None:
+        """results: those of the whole run."""
         self._file.close()
-        self._board.close()
+        self._trackers.end(results)
 
 
 class TimeLeft:

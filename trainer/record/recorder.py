@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..checkpoint import CheckpointWriter
 from ..step_metrics import StepMetrics
 from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
 from .samples_log import SamplesLog
+from .trackers.opened import open_trackers
 from .wait_metrics import WaitMeter
 
 
@@ -37,7 +39,8 @@ class RunRecorder:
         """first_step: the run continues with it. open_tokenizer: gives that of the policy; if it is None, no samples are recorded."""
         run_dir = Path(recipe.run.dir)
         self.mailbox = mailbox
-        self.log = MetricsLog(run_dir, first_step, clock, recipe.comm.deadline_s)
+        open_to = partial(open_trackers, recipe, first_step)
+        self.log = MetricsLog(run_dir, first_step, clock, recipe.comm.deadline_s, open_to)
         self.num_steps = recipe.run.steps
         self.alarms = RunAlarms(recipe)
         self.has_collapsed = False
@@ -80,7 +83,7 @@ class RunRecorder:
         self.num_tokens += tokens
         metrics |= self.alarms.step(step, metrics)
         self.samples.write(step, stats.shown)  # first, so that no step of the metrics lacks its samples
-        self.log.write(step, metrics)
+        self.log.write(step, metrics, stats.histograms(step))
         say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
         self.samples.show(step)
         for told in self.alarms.told(self.checkpoints.newest):
@@ -119,7 +122,7 @@ class RunRecorder:
             facts["warnings"] = [*self.alarms.warnings.values()]
         if unbeaten := unbeaten_line(self.best, self.scores, saved):
             facts["best"] = unbeaten
-        self.log.close()
+        self.log.close({name: fact for name, fact in facts.items() if not isinstance(fact, str)})
         self.samples.close()
         self.mailbox.send("hub", TrainingDone(facts))
 

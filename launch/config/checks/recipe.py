@@ -41,6 +41,7 @@ from .algorithm import check_algorithm, check_optimizer, check_rate
 from .data import CheckedData, check_data, check_lengths
 from .evaluation import check_best_of_steps, check_evaluation
 from .signatures import check_reward_arguments, check_tools
+from .trackers import check_trackers
 
 _ADDRESS = "an address (http://HOST/PATH or judge+http://HOST/v1#model=NAME)"
 
@@ -61,6 +62,7 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> CheckedReci
     warnings = check_settings(recipe)
     check_names_here()
     check_run_folder(recipe.run)
+    check_trackers(recipe.run)
     evaluation = [] if "eval.path" in unmade else check_evaluation(recipe)
     if recipe.is_emulated:
         return CheckedRecipe(warnings, check_data(recipe.data).num_rows)

@@ -8,6 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headrace.comm.clock import Clock
 from headrace.trainer.record.metrics_log import MetricsLog, TimeLeft, Value, console_line, unbeaten_line
+from headrace.trainer.record.trackers.board import Board
+from headrace.trainer.record.trackers.opened import Trackers
 
 METRICS: dict[str, Value] = {
     "reward/mean": 0.5, "response_length/mean": 7.0, "actor/entropy": 0.3, "actor/grad_norm": 1.0,
@@ -20,8 +22,14 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
+def with_board(run_dir: Path, first_step: int) -> MetricsLog:
+    """The log of a run that reports to TensorBoard."""
+    board = Board(run_dir / "tensorboard", first_step + 1, deadline_s=60)
+    return MetricsLog(run_dir, first_step=first_step, clock=Clock(), open_trackers=lambda _: Trackers([board]))
+
+
 def test_each_step_is_one_object_with_its_time(tmp_path: Path):
-    log = MetricsLog(tmp_path, first_step=0, clock=Clock())
+    log = with_board(tmp_path, 0)
     for step in range(3):
         log.write(step, METRICS)
     log.close()
@@ -44,7 +52,7 @@ def test_a_resumed_run_writes_each_step_once(tmp_path: Path):
 
 def test_tensorboard_shows_each_step_once_and_at_the_consoles_number_however_often_a_run_is_resumed(tmp_path: Path):
     for first, last in ((0, 5), (3, 6), (6, 8)):
-        log = MetricsLog(tmp_path, first_step=first, clock=Clock())
+        log = with_board(tmp_path, first)
         # The evaluation of the version that the run continues with comes again, unless its line is there.
         log.write_evaluation({"eval/version": float(first), "eval/test/avg@1": 0.25})
         for step in range(first, last):
