@@ -5,6 +5,7 @@ All processes of a host share its monotonic clock, so their readings fit on one 
 """
 
 import time
+from collections import deque
 
 
 class Clock:
@@ -38,3 +39,21 @@ def duration(seconds: float) -> str:
 def estimate(seconds: float) -> str:
     """As `duration`, in whole minutes from two minutes on."""
     return duration(seconds if seconds < 120 else 60 * round(seconds / 60))
+
+
+class TimeLeft:
+    """How long the steps that are left will take, from the mean of the last ones. A run's first step is left out: it warms up."""
+
+    STEPS = 8
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._last: deque[float] | None = None
+
+    def after(self, step: int, seconds: float) -> float | None:
+        """Seconds from the end of `step` (counted from 0), which took `seconds`, to that of the last one; None after the first."""
+        if self._last is None:
+            self._last = deque(maxlen=self.STEPS)
+            return None
+        self._last.append(seconds)
+        return (self._num_steps - 1 - step) * sum(self._last) / len(self._last)

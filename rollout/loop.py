@@ -283,7 +283,9 @@ class Rollout:
             return
         self._totals.reported_at = now
         num_starting = self._generation.num_starting
-        load = self._totals.report(self.generator, self.migration, self._generation.num_drawn, num_starting)
+        num_scoring = sum(held.completion is not None for held in self.leases.held.values())
+        drawn = self._generation.num_drawn
+        load = self._totals.report(self.generator, self.migration, drawn, num_starting, num_scoring)
         recomputed = self.generator.num_recomputed
         self._mailbox.send("hub", load)
         counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}

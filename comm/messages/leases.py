@@ -152,6 +152,8 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Unfinished trajectories that wait for their environments."""
     peak_running: int = 0
     """Most trajectories that have decoded together under `version`."""
+    num_scoring: int = 0
+    """Finished trajectories that wait for their rewards, or to be stored."""
 
     @property
     def num_unfinished(self) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ...comm.clock import Clock
+from ...comm.clock import Clock, TimeLeft
 from ...comm.disk import say
+from ...comm.elapsed import tell
 from ...comm.mailbox import Mailbox
 from ...comm.messages import LearningAlarm, TrainingDone
 from ...comm.recipe import Recipe
@@ -18,7 +19,8 @@ from ..alarms.collapse import CollapseWatch
 from ..alarms.cut_responses import CutResponses
 from ..checkpoint import CheckpointWriter
 from ..step_metrics import StepMetrics
-from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
+from .console import console_line, evaluation_line, unbeaten_line
+from .metrics_log import MetricsLog, Value
 from .samples_log import SamplesLog
 
 
@@ -82,7 +84,7 @@ class RunRecorder:
         metrics |= self.collapse.step(step, metrics)
         self.samples.write(step, stats.shown)  # first, so that no step of the metrics lacks its samples
         self.log.write(step, metrics)
-        say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
+        tell(console_line(step, self.num_steps, metrics, self.time_left.after(step, step_s)))
         self.samples.show(step)
         for text in self.collapse.told(self.checkpoints.newest):
             say(f"alarm: {text}")
@@ -97,7 +99,7 @@ class RunRecorder:
     def evaluation(self, metrics: dict[str, float]) -> None:
         """Show an evaluation that is complete; the line of the step in progress has it too."""
         self.log.write_evaluation(metrics)
-        say(evaluation_line(metrics))
+        tell(evaluation_line(metrics))
         self.note_score(metrics)
 
     def note_score(self, evaluation: Mapping[str, float]) -> None:
