@@ -134,7 +134,8 @@ class Rollout:
             case SwitchWeights(version=version):
                 if version == self.generator.weights.version:
                     self._update_weights(is_ordered=True)
-            case Stop():
+            case Stop(reason=reason):
+                _log.info("stopped by the hub (%s) with %d unfinished trajectories", reason, len(self.leases.held))
                 self._is_stopped = True
             case message:
                 self.migration.handle(envelope.sender, message)
@@ -226,6 +227,14 @@ class Rollout:
         self.leases.begin_version(pulled.version)
         self._totals.peak_running = 0
         self._totals.pull_s = self._clock.now() - started
+        why = ", by order of the hub" if is_ordered else ""
+        _log.info(
+            "version %d taken in %.2f s%s; %d trajectories continue",
+            pulled.version,
+            self._totals.pull_s,
+            why,
+            num_unfinished,
+        )
         give_back_heap()
 
     def _read_messages(self, timeout_s: float = 0.0) -> None:

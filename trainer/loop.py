@@ -4,6 +4,7 @@ It consumes groups from the experience queue. It waits for `TrainBatch` messages
 rollout. Publishing costs one copy of the weights.
 """
 
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ from .record.recorder import RunRecorder
 from .recovery import copies_of, has_rows, micro_tokens, request_restart, restore_newest, stops, train_again
 from .step_log import StepLog
 from .step_metrics import StepMetrics
+
+log = logging.getLogger(__name__)
 
 _STATES = {"wait": "waits", "checkpoint": "saves", "train again": "trains again"}
 """What the status of the run calls the states of the trace; all others are training."""
@@ -252,6 +255,7 @@ class Trainer:
         waited_s = self.waited_s
         if self.evaluates and step + 1 == self.recipe.run.steps:
             evaluation |= self.last_evaluations()
+        log.info("step %d is trained, in %.2f s, %.2f s of them without groups", step + 1, step_s, waited_s)
         self.metrics = metrics | fleet_metrics | evaluation
         if self.recorder is not None:
             self.recorder.step(step, step_s, waited_s, stats, self.metrics)
@@ -306,6 +310,7 @@ class Trainer:
                     f"checkpoint.best: this checkpoint has no score, since its step has no '{best}'; it has {names}",
                     flush=True,
                 )
+        log.info("checkpoint of step %d begins", self.learner.version)
         self.checkpoints.begin(self.learner.version, self.learner.stage, score)
         self.resumed_at += self.clock.now() - started
 

@@ -20,6 +20,7 @@ from ...comm.elapsed import elapsed_s
 from ...comm.errors import HeadraceError
 from ...comm.messages import StatusReport
 from ...comm.waits import join_thread
+from ..config.run_folder import SUMMARY_FILE
 from .picture import MOST_MEMBERS, Line, lines, paint, starting, unanswered
 from .query import HubQuery, try_to_open
 from .screen import Screen, is_foreground, is_live
@@ -60,7 +61,9 @@ class Reports:
             return paint(starting(elapsed_s()), width)
         report, moment = self._latest
         shown = [*lines(report, max(2, min(MOST_MEMBERS, size.lines - 10)))]
-        if (late_s := time.monotonic() - moment) > _LATE_S:
+        if (Path(self._run_dir) / SUMMARY_FILE).exists():
+            shown.append(Line("the run has ended; its processes are leaving", "dim"))
+        elif (late_s := time.monotonic() - moment) > _LATE_S:
             shown.append(unanswered(late_s))
         return paint([Line("─" * min(width, 60), "dim"), *shown][: max(1, size.lines - 1)], width)
 

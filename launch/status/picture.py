@@ -16,6 +16,8 @@ _MOST_WAITS = 4
 _LONG_S = 10.0
 """Seconds after which a wait stands out."""
 _ALARMING = ("silent", "starts")
+_AT_WORK = ("trains", "generates", "at tools", "serves", "decides")
+"""States whose time says nothing."""
 
 
 class Line(NamedTuple):
@@ -70,7 +72,7 @@ def unanswered(seconds: float) -> Line:
 
 
 def _head(report: StatusReport) -> str:
-    parts = [f"step {report.step} of {report.num_steps}"]
+    parts = [f"{report.step} of {report.num_steps} steps"]
     if report.ending:
         parts.append(f"ending ({report.ending}): the processes finish")
     if report.reward is not None:
@@ -102,10 +104,12 @@ def _members(members: Sequence[MemberStatus], most: int) -> Iterator[Line]:
         kept = max(0, most - len(first))
         shown = [*first, *rest[:kept]]
         others = rest[kept:]
-    rows = [_row(member) for member in shown]
+    has_hosts = len({member.host for member in members if member.host}) > 1
+    rows = [_row(member, has_hosts=has_hosts) for member in shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for member, row in zip(shown, rows, strict=True):
-        text = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
+        cells = [cell.ljust(size) for cell, size in zip(row, widths, strict=True) if size]
+        text = "  ".join(cells).rstrip()
         yield Line(text, _style(member))
     if others:
         states = ", ".join(f"{number} {state}" for state, number in Counter(m.state for m in others).most_common())
@@ -113,12 +117,14 @@ def _members(members: Sequence[MemberStatus], most: int) -> Iterator[Line]:
         yield Line(f"{len(others)} more: {states}; {rate:,.0f} tok/s", "dim")
 
 
-def _row(member: MemberStatus) -> Cells:
+def _row(member: MemberStatus, *, has_hosts: bool) -> Cells:
     rate = "" if member.tokens_per_s is None or member.state == "silent" else f"{member.tokens_per_s:,.0f} tok/s"
     return (
         member.name,
-        member.host,
-        f"{member.state} {duration(member.seconds)}" if member.seconds >= 1 and member.name != "hub" else member.state,
+        member.host if has_hosts else "",
+        f"{member.state} {duration(member.seconds)}"
+        if member.seconds >= 1 and member.state not in _AT_WORK
+        else member.state,
         f"version {member.version}" if member.version >= 0 else "",
         rate.rjust(12) if rate else "",
         f"{member.leased} trajectories" if member.leased else "",

@@ -103,6 +103,8 @@ class HubLoop:
         self.detector = FailureDetector(fleet)
         self._printed = {""}
         self._models = ModelCheck()
+        self._joined: dict[str, int] = {}
+        """The incarnations that have joined, by name."""
         self._checked_at = 0.0
         hub.routes[StatusRequested] = self._on_status_requested  # so that it is answered while the run ends, too
 
@@ -128,6 +130,7 @@ class HubLoop:
         self.overview.observe(envelope)
         match envelope.message:
             case TrainingDone(facts=facts):
+                log.info("the trainer has ended")
                 return ev.Ending(status="finished", gone=envelope.sender, facts=facts)
             case Failed(error=error, exit_code=exit_code):
                 return ev.Ending(status="failed", error=error, exit_code=exit_code, gone=envelope.sender)
@@ -183,6 +186,10 @@ class HubLoop:
             self.hub.mailbox.send(relay.name, DeclaredDead(relay.incarnation))
         for death in self.detector.deaths():
             self._on_death(death)
+        for member in self.detector.living.values():
+            if self._joined.get(member.name) != member.incarnation:
+                self._joined[member.name] = member.incarnation
+                log.info("%s has joined, incarnation %d, on %s", member.name, member.incarnation, member.host_name)
         self._start_lines.joined(self.detector.seen)
         self._print_generators()
         self._check_models()
@@ -208,6 +215,12 @@ class HubLoop:
 
     def _on_death(self, death: Death) -> None:
         dead = death.member
+        log.info(
+            "%s is dead: %s; it had %d leased rows",
+            dead.name,
+            death.reason,
+            len(self.hub.state.held.get(dead.name, ())),
+        )
         self.overview.forget(dead.name)
         if dead.role == "relay":
             self.hub.on_storage_lost(storage_id_of(dead.name, dead.incarnation), death.reason)

@@ -32,7 +32,9 @@ SILENT_S = 5.0
 """Seconds without a report after which a process counts as silent; those that report do so about once a second."""
 _RATE_S = 10.0
 """Seconds of the reports from which the rate of a rollout is computed."""
-_LEAST_WAIT_S = 1.0
+_BUSY_S = 0.1
+"""Seconds of decoding between two reports from which on a rollout counts as generating."""
+_LEAST_WAIT_S = 2.0
 """Shorter waits are not told."""
 _MOST_NAMES = 4
 ABSENT = "starts"
@@ -49,6 +51,7 @@ class _Seen:
     state: str = LOADS
     since: float = 0.0
     version: int = -1
+    busy_s: float = 0.0
     tokens: deque[tuple[float, int]] = field(default_factory=deque)
     """Time and total of the last reports, for the rate."""
 
@@ -98,7 +101,8 @@ class Overview:
                 seen = self._of(process, now)
                 seen.version = load.version
                 seen.count(load.tokens, now)
-                seen.enter(_work_of(load), now)
+                seen.enter(_work_of(load, has_worked=load.busy_s - seen.busy_s > _BUSY_S), now)
+                seen.busy_s = load.busy_s
             case BusyReport():
                 self._of(process, now).enter("serves", now)
             case TrainerState(state=state):
@@ -163,7 +167,7 @@ class Overview:
         leased = len(state.held.get(name, ()))
         at = {"name": name, "host": member.host_name, "incarnation": member.incarnation, "leased": leased}
         if name == "hub":
-            return MemberStatus(**at, state="decides", version=state.version)
+            return MemberStatus(**at, state="decides")
         if seen is None:
             return MemberStatus(**at, state=LOADS, seconds=now - self._gone_at.get(name, self._began))
         if name.startswith(("rollout-", "relay-")) and now - seen.at > SILENT_S:
@@ -188,6 +192,8 @@ class Overview:
             elif member.name == "actor-0" and member.state == "waits":
                 whom, what = _trainer_waits_for(self._hub.state, self._hub.context.awaits_queue)
                 yield WaitStatus(member.name, whom, what, member.seconds)
+            elif member.state == "scores":
+                yield WaitStatus(member.name, "its reward functions", f"{member.leased} responses", member.seconds)
             elif member.name.startswith("rollout-") and member.state == "waits":
                 yield WaitStatus(member.name, *self._rollout_waits_for(member), member.seconds)
             elif member.state == "waits":
@@ -197,8 +203,8 @@ class Overview:
         """Whom an idle rollout waits for, and for what."""
         state = self._hub.state
         admission = self._hub.leases.admission
-        if member.leased:
-            return "its rewards", f"{member.leased} trajectories"
+        if member.version < 0:
+            return "the relay", "the first weights"
         if not admission.remaining_groups(state) - state.num_queued:
             return "nobody", "all prompts of the run are handed out"
         if not admission.free_places(state):
@@ -219,8 +225,9 @@ def expected_names(recipe: Recipe) -> tuple[str, ...]:
     return ("hub", *(f"{role}-{index}" for role, count in counts.items() for index in range(count)))
 
 
-def _work_of(load: LoadReport) -> str:
-    if load.num_running + load.num_waiting:
+def _work_of(load: LoadReport, *, has_worked: bool) -> str:
+    """What a rollout does. has_worked: it has decoded since its last report, though it may have nothing to decode just now."""
+    if load.num_running + load.num_waiting or has_worked:
         return "generates"
     if load.num_at_tools:
         return "at tools"

@@ -10,7 +10,7 @@ from support.policies import tiny_policy
 from support.polling import wait_for
 from support.slurm import ClusterRefused, SlurmCluster, free_ports, obstacle
 
-from headrace.launch import ctl
+from headrace.launch.status import command as ctl
 from headrace.launch.audit import main as audit
 
 pytestmark = [

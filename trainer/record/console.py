@@ -23,10 +23,11 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, Value], left_s
         distance = f"  stale kl {m['staleness/kl']:.1e}"
     left = f"  {estimate(left_s)} left" if left_s else ""
     return (
-        f"step {step + 1:>4}/{num_steps}  reward {m['reward/mean']:.3f}{_parts(m)}  length {m['response_length/mean']:6.1f}"
+        f"step {step + 1:>{len(str(num_steps))}}/{num_steps}  reward {m['reward/mean']:.3f}{_parts(m)}"
+        f"  length {m['response_length/mean']:.1f}"
         f"  entropy {m['actor/entropy']:.3f}  grad {m['actor/grad_norm']:.2f}  staleness {m['staleness/mean']:.2f}"
         f"{distance}"
-        f"  {m['perf/throughput']:6.0f} tok/s  {m['timing_s/step']:.2f} s (waits {m['timing_s/wait_data']:.2f}){left}"
+        f"  {m['perf/throughput']:.0f} tok/s  {m['timing_s/step']:.2f} s (waits {m['timing_s/wait_data']:.2f}){left}"
     )
 
 
