@@ -15,7 +15,6 @@ from ...comm.environment import RESOLVER_ENV
 from ...comm.process_tree import end_with_parent
 from .signals import WATCHED
 
-
 _EVENT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ")
 
 

@@ -4,10 +4,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ...comm.errors import StoreGone
 from ..command_line import CommandParser, exit_code
+
+if TYPE_CHECKING:
+    from ...comm.messages import StatusReport
 
 _ORDERS = """\
 orders:
@@ -85,43 +89,69 @@ def _print_status(where: str) -> int:
 
 
 def _watch(where: str) -> int:
-    """Print the status again and again until the run ends; on a terminal in one place. Returns the exit code."""
-    from .picture import describe, lines, paint, unanswered
-    from .query import ended, open_query
+    """Print the status again and again until the run ends; on a terminal in one place. Returns the exit code.
+
+    Raises `SettingError`, and `StoreGone` if the run has ended without saying how.
+    """
+    from ..processes.child import print_message
+    from .query import ended, is_starting, open_query
+
+    show = _painter()
+    is_told = False
+    query = None
+    asked_at = time.monotonic()
+    try:
+        while not (text := ended(where)):
+            try:
+                query = query or open_query(where)
+                report = query.ask(_WATCH_S)
+            except StoreGone:
+                query = None  # if the run is started again, it has another store
+                if not (text := ended(where)) and not is_starting(where):
+                    raise
+                if not text and not is_told:
+                    print_message("the run is starting")
+                is_told = True
+                time.sleep(_WATCH_S)
+                continue
+            asked_at = time.monotonic() if report is not None else asked_at
+            show(report, time.monotonic() - asked_at)
+    finally:
+        if query is not None:
+            query.close()
+    show(None, 0.0)
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+def _painter() -> Callable[["StatusReport | None", float], None]:
+    """Shows a report, or None and the seconds without an answer; with 0 seconds nothing is left. It waits a moment then."""
+    from .picture import Line, describe, lines, paint, unanswered
     from .screen import Screen, is_live
 
-    if text := ended(where):
-        sys.stdout.write(f"{text}\n")
-        return 0
-    query = open_query(where)
-    screen = Screen(sys.stdout.fileno()) if is_live(sys.stdout.fileno(), os.environ) else None
-    asked_at = time.monotonic()
-    shown = []
-    try:
-        while True:
-            report = query.ask(_WATCH_S)
+    if not is_live(sys.stdout.fileno(), os.environ):
+
+        def tell(report: "StatusReport | None", late_s: float) -> None:
             if report is not None:
-                asked_at = time.monotonic()
-                shown = [*lines(report)]
-            late_s = time.monotonic() - asked_at
-            late = [unanswered(late_s)] if late_s > _TELL_S else []
-            if screen is not None:
-                size = screen.size
-                screen.draw(paint([*shown, *late][: size.lines - 1], size.columns - 1))
-            elif report is not None:
                 sys.stdout.write("".join(f"{line}\n" for line in (*describe(report), "")))
                 sys.stdout.flush()
-            time.sleep(_PLAIN_S if screen is None else _WATCH_S)
-    except StoreGone:
-        text = ended(where)  # the hub has written the summary before the store ended
-        if screen is not None:
+                time.sleep(_PLAIN_S)
+
+        return tell
+    screen = Screen(sys.stdout.fileno())
+    shown: list[Line] = []
+
+    def draw(report: "StatusReport | None", late_s: float) -> None:
+        if report is None and not late_s:
             screen.draw([])
-        if not text:
-            raise
-        sys.stdout.write(f"{text}\n")
-        return 0
-    finally:
-        query.close()
+            return
+        shown[:] = shown if report is None else lines(report)
+        late = [unanswered(late_s)] if late_s > _TELL_S else []
+        size = screen.size
+        screen.draw(paint([*shown, *late][: size.lines - 1], size.columns - 1))
+        time.sleep(_WATCH_S if report is not None else 0.0)
+
+    return draw
 
 
 if __name__ == "__main__":

@@ -126,6 +126,11 @@ def ended(where: str) -> str:
     return "" if summary is None else ended_text(summary, Path(where))
 
 
+def is_starting(where: str) -> bool:
+    """Whether a launcher prepares or runs the run in a folder, which does not answer yet."""
+    return _is_locked(Path(where))
+
+
 def try_to_open(where: str, deadline_s: float) -> HubQuery | None:
     """A connection to the run in a folder, or None while it cannot be had: it starts, or has ended."""
     try:

@@ -9,6 +9,7 @@ import subprocess
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 _TOKEN = re.compile(rb"\x1b\[([0-9;?]*)([A-Za-z])|\x1b.|[\r\n]|[^\x1b\r\n]+", re.DOTALL)
 _READ_S = 0.1
@@ -88,12 +89,12 @@ class Terminal:
 
         kept = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=take_terminal,
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=take_terminal,  # noqa: PLW1509 - this process has one thread
             env={**kept, "TERM": "xterm-256color", **environment},
         )  # fmt: skip
         os.close(slave)
 
-    def __enter__(self) -> "Terminal":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,8 +11,8 @@ import pytest
 from support.closing import at_end
 from support.job import DEADLINE_S, Job, MakeJob, assert_account_adds_up, descendants_of
 
-from headrace.launch.status import command as ctl
 from headrace.launch.run import main as launch
+from headrace.launch.status import command as ctl
 
 
 class Joined:
