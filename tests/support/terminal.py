@@ -81,7 +81,8 @@ class Terminal:
     ) -> None:
         self.shown = Shown(columns)
         self.raw = b""
-        self._master, slave = os.openpty()
+        self.descriptor, slave = os.openpty()
+        """The test's end of the terminal."""
         self.resize(columns, lines)
 
         def take_terminal() -> None:
@@ -100,15 +101,15 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait(30)
-        os.close(self._master)
+        os.close(self.descriptor)
 
     def resize(self, columns: int, lines: int) -> None:
         """Give the terminal another size."""
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def type(self, keys: bytes) -> None:
         """Press keys: `b"\\x03"` is Ctrl-C."""
-        os.write(self._master, keys)
+        os.write(self.descriptor, keys)
 
     def until(self, is_there: Callable[[str], object], timeout_s: float) -> str:
         """Read until the text of the terminal satisfies a condition, or all its writers have ended; returns the text."""
@@ -129,10 +130,10 @@ class Terminal:
 
     def _read(self) -> bool:
         """Take what comes within a moment; False once nobody writes any more."""
-        if not select.select([self._master], [], [], _READ_S)[0]:
+        if not select.select([self.descriptor], [], [], _READ_S)[0]:
             return True
         try:
-            data = os.read(self._master, 1 << 16)
+            data = os.read(self.descriptor, 1 << 16)
         except OSError:  # the last writer has closed it
             return False
         self.raw += data
