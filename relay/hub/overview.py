@@ -156,8 +156,7 @@ class Overview:
         self._step_at = now
         groups = [self._hub.state.groups[group_id] for group_id in self._hub.state.in_training]
         rewards = [group.rows[sample].reward for group in groups for sample in group.samples(RowStatus.READY)]
-        known = [reward for reward in rewards if reward is not None]
-        self._reward = sum(known) / len(known) if known else None
+        self._reward = sum(rewards) / len(rewards) if rewards else None
 
     def _status(self, name: str, member: Member | None, now: float) -> MemberStatus:
         if member is None:

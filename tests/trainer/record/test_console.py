@@ -14,7 +14,8 @@ def test_the_console_line_shows_the_distance_of_older_tokens_for_a_step_without_
     assert "mismatch" not in console_line(0, 10, METRICS)
     assert "  stale kl 2.0e-03  " in console_line(0, 10, METRICS | {"staleness/kl": 2e-3})
     assert "mismatch 1.0e-07" in console_line(0, 10, METRICS | {"mismatch/logprob_abs_diff": 1e-7})
-    assert console_line(9, 10, METRICS).startswith("step   10/10  reward 0.500")
+    assert console_line(9, 10, METRICS).startswith("step 10/10  reward 0.500")
+    assert console_line(8, 10, METRICS).startswith("step  9/10  reward 0.500")
 
 
 def test_the_line_of_a_step_has_the_parts_of_a_reward_that_has_several():
