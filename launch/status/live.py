@@ -4,6 +4,7 @@ The processes write to a pipe in place of the terminal. A thread of the launcher
 asks the hub for the report, since that may take long. Where the output is no terminal nothing of this happens.
 """
 
+import logging
 import os
 import select
 import signal
@@ -24,6 +25,8 @@ from ..config.run_folder import SUMMARY_FILE
 from .picture import MOST_MEMBERS, Line, lines, paint, starting, unanswered
 from .query import HubQuery, try_to_open
 from .screen import Screen, is_foreground, is_live
+
+_log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
 """Seconds between two pictures, and between two questions to the hub."""
@@ -109,6 +112,7 @@ class LiveTerminal:
             os.dup2(write, number)
         os.close(write)
         self._partial = b""
+        self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
         self._continued = signal.getsignal(signal.SIGCONT)
 
@@ -151,18 +155,31 @@ class LiveTerminal:
                 picture = []
             elif time.monotonic() - drawn_at >= REFRESH_S or not picture:
                 drawn_at = time.monotonic()
-                picture = self._reports.picture(self._screen.size)
+                picture = self._picture()
             elif not above:
                 continue
-            self._screen.draw(picture, above)
+            with suppress(OSError):  # a terminal that is gone; the processes must not wait for it
+                self._screen.draw(picture, above)
         self._read_all()
+
+    def _picture(self) -> list[str]:
+        """What to draw; after an error nothing, since the lines of the run count more."""
+        if self._is_broken:
+            return []
+        try:
+            return self._reports.picture(self._screen.size)
+        except Exception:  # noqa: BLE001 - as the docstring says
+            self._is_broken = True
+            _log.exception("the status cannot be drawn any more")
+            return []
 
     def _read_all(self) -> None:
         """Print the rest, down to a line without an end, and leave no picture."""
         rest = b""
         while piece := self._read():
             rest += piece
-        self._screen.draw([], rest + self._partial)
+        with suppress(OSError):
+            self._screen.draw([], rest + self._partial)
         self._partial = b""
 
     def _read(self) -> bytes:

@@ -106,7 +106,9 @@ class HubLoop:
         self._joined: dict[str, int] = {}
         """The incarnations that have joined, by name."""
         self._checked_at = 0.0
-        hub.routes[StatusRequested] = self._on_status_requested  # so that it is answered while the run ends, too
+        # These are handled while the run ends, too.
+        hub.routes[StatusRequested] = self._on_status_requested
+        hub.routes[TrainerState] = lambda sender, message: None
 
     def step(self) -> ev.Ending | None:
         """Handle at most one message; returns how the run ends, or None while it continues."""

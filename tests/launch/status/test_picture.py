@@ -69,7 +69,9 @@ def test_of_many_rollouts_the_silent_ones_are_shown_and_the_others_are_summed_up
 
 
 def test_painted_lines_fit_the_terminal_and_plain_ones_have_no_control_characters():
-    shown = report(member("actor-0", "waits"), waits=(WaitStatus("actor-0", "x" * 300, "groups", 60.0),), alarm="a" * 200)
+    shown = report(
+        member("actor-0", "waits"), waits=(WaitStatus("actor-0", "x" * 300, "groups", 60.0),), alarm="a" * 200
+    )
     for width in (20, 79):
         painted = paint([*lines(shown)], width)
         bare = [re.sub("\x1b\\[[0-9;]*m", "", line) for line in painted]
