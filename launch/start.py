@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..comm.elapsed import begin, tell
+from ..comm.clock import begin
+from ..comm.disk import tell
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .command_line import flush_or_drop

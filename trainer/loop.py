@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ..comm.clock import REAL_TIME, Clock
-from ..comm.disk import say
-from ..comm.elapsed import tell
+from ..comm.disk import say, tell
 from ..comm.fleet import TRAINS_AGAIN, Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.messages import (
@@ -71,9 +70,8 @@ class Trainer:
         if fleet.me.index == 0 and continues:
             point = request_restart(self.mailbox, fleet.incarnation, recipe.comm.deadline_s)
         self.storage = ReplicatedRows(fleet)
-        is_lead = fleet.me.index == 0
         began = time.monotonic()
-        if is_lead:
+        if fleet.me.index == 0:
             tell(f"{fleet.name} loads {recipe.model.path or 'the policy'}")
         self.learner = learner or open_learner(fleet, recipe)
         self.group = self.learner.group
@@ -81,7 +79,7 @@ class Trainer:
         self.restored = restore_newest(self.learner, self.run_dir, point.step, is_checked=is_checked)
         self.first_step = self.restored.first_step
         """The step that the run continues with; those between the restored state and this one are trained again."""
-        if is_lead:
+        if self.group.is_lead:
             tell(f"{fleet.name} has loaded {self.restored.source} in {time.monotonic() - began:.1f} s")
         self.num_counted = self.first_step
         """Steps that the hub has counted; the previous trainer process may have trained one more."""

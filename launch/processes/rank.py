@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from ...comm.elapsed import begin, tell
+from ...comm.clock import begin
+from ...comm.disk import tell
 from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from ...comm.elapsed import tell
+from ...comm.disk import tell
 
 PAD = "<pad>"
 EOS = "<eos>"

@@ -129,7 +129,7 @@ def _painter() -> Callable[["StatusReport | None", float], None]:
     from .picture import Line, describe, lines, paint, unanswered
     from .screen import Screen, is_live
 
-    if not is_live(sys.stdout.fileno(), os.environ):
+    if not is_live(sys.stdout, os.environ):
 
         def tell(report: "StatusReport | None", late_s: float) -> None:
             if report is not None:

@@ -17,7 +17,7 @@ from fcntl import F_SETPIPE_SZ, fcntl
 from pathlib import Path
 from types import FrameType
 
-from ...comm.elapsed import elapsed_s
+from ...comm.clock import elapsed_s
 from ...comm.errors import HeadraceError
 from ...comm.messages import StatusReport
 from ...comm.waits import join_thread
@@ -179,7 +179,7 @@ class LiveTerminal:
         while piece := self._read():
             rest += piece
         with suppress(OSError):
-            self._screen.draw([], rest + self._partial)
+            self._screen.draw([], rest + (self._partial and self._partial + b"\n"))
         self._partial = b""
 
     def _read(self) -> bytes:
@@ -198,7 +198,7 @@ class LiveTerminal:
 @contextmanager
 def live_terminal(run_dir: Path, *, is_first: bool) -> Iterator[LiveTerminal | None]:
     """The terminal of a launcher while its torchrun runs: None where the lines stay plain. is_first: this is the run's first host."""
-    if not is_first or sys.stdout is not sys.__stdout__ or not is_live(sys.stdout.fileno(), os.environ):
+    if not is_first or sys.stdout is not sys.__stdout__ or not is_live(sys.stdout, os.environ):
         yield None
         return
     terminal = LiveTerminal(Reports(str(run_dir)))

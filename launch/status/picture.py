@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...comm.clock import duration, estimate
-from ...comm.elapsed import clock_text
+from ...comm.clock import clock_text, duration, estimate
 from ...comm.messages import MemberStatus, StatusReport, WaitStatus
 
 Cells = tuple[str, ...]

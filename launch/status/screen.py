@@ -3,16 +3,22 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 _SEQUENCE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
 _SIZE = os.terminal_size((80, 24))
 _CLEAR = "\x1b[J"
 
 
-def is_live(descriptor: int, environment: Mapping[str, str]) -> bool:
-    """Whether a file is a terminal on which a picture may be drawn: it is that of this process's session, and nobody wants plain text."""
-    is_plain = "CI" in environment or "NO_COLOR" in environment or environment.get("TERM", "dumb") in ("dumb", "")
-    return not is_plain and os.isatty(descriptor) and is_foreground(descriptor)
+def is_live(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether a stream is a terminal on which a picture may be drawn: it is that of this process's session, and nobody wants plain text."""
+    if "CI" in environment or "NO_COLOR" in environment or environment.get("TERM", "dumb") in ("dumb", ""):
+        return False
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # a stream of a notebook, or of a test
+        return False
+    return os.isatty(descriptor) and is_foreground(descriptor)
 
 
 def is_foreground(descriptor: int) -> bool:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ...comm import threads
 from ...comm.clock import REAL_TIME, Clock
-from ...comm.disk import say
-from ...comm.elapsed import tell
+from ...comm.disk import say, tell
 from ...comm.fleet import Fleet
 from ...comm.mailbox import Envelope
 from ...comm.messages import (

@@ -7,9 +7,9 @@ reports of the processes; nothing is stored, so a hub that is started again know
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ...comm.clock import TimeLeft
-from ...comm.elapsed import elapsed_s
+from ...comm.clock import TimeLeft, elapsed_s
 from ...comm.fleet import Member
 from ...comm.mailbox import Envelope
 from ...comm.messages import (
@@ -26,7 +26,9 @@ from ...comm.messages.base import process_of, role_of
 from ...comm.recipe import Recipe
 from ..journal.hub_state import HubState, account_dict
 from ..journal.records import RowStatus
-from .hub import Hub
+
+if TYPE_CHECKING:
+    from .hub import Hub
 
 SILENT_S = 5.0
 """Seconds without a report after which a process counts as silent; those that report do so about once a second."""
@@ -77,7 +79,7 @@ class _Seen:
 class Overview:
     """Listens to the messages to the hub, and answers with the status of the run."""
 
-    def __init__(self, hub: Hub, expected: Sequence[str], seconds: Callable[[], float]) -> None:
+    def __init__(self, hub: "Hub", expected: Sequence[str], seconds: Callable[[], float]) -> None:
         """expected: the processes of the run's recipe, in the order in which they are shown. seconds: a clock."""
         self._hub = hub
         self._seconds = seconds

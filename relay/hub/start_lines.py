@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from ...comm.elapsed import tell
+from ...comm.disk import tell
 from ...comm.mailbox import Envelope
 from ...comm.messages import LoadReport, RowDone, VersionReady, WeightsPulled
 from ...comm.messages.base import process_of

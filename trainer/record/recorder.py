@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ...comm.clock import Clock, TimeLeft
-from ...comm.disk import say
-from ...comm.elapsed import tell
+from ...comm.disk import say, tell
 from ...comm.mailbox import Mailbox
 from ...comm.messages import LearningAlarm, TrainingDone
 from ...comm.recipe import Recipe

@@ -128,7 +128,7 @@ def test_watching_draws_in_one_place_until_the_run_ends(run_dir: Path):
             (run_dir / SUMMARY_FILE).write_text(json.dumps(SUMMARY))
         code, text = terminal.end(PATIENCE_S)
     assert code == 0 and "of 10 steps" not in text and "actor-0" not in text
-    assert text.rstrip().endswith("has ended: finished after 7 steps, reward 0.100 -> 0.900, in 1 min 1 s")
+    assert text.replace("\n", "").endswith("has ended: finished after 7 steps, reward 0.100 -> 0.900, in 1 min 1 s")
     assert b"\x1b[?" not in terminal.raw
 
 

@@ -21,7 +21,7 @@ def done(reward: float | None, failure: str = "") -> RowDone:
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [line.partition("  ")[2].lstrip() for line in capsys.readouterr().out.strip().splitlines()]
+    return [line.strip().partition("  ")[2] for line in capsys.readouterr().out.splitlines()]
 
 
 def look(lines: StartLines, state: HubState, *messages: tuple[str, Message]) -> None:

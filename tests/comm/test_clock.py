@@ -1,11 +1,11 @@
-"""The lines of a run begin with the time since its start, whichever process prints them."""
+"""Times as the console says them: since the start of a run, and until its end."""
 
 import time
 
 import pytest
 
-from headrace.comm.clock import TimeLeft
-from headrace.comm.elapsed import STARTED, begin, clock_text, elapsed_s, tell
+from headrace.comm.clock import STARTED, TimeLeft, begin, clock_text, elapsed_s
+from headrace.comm.disk import tell
 
 
 def test_times_are_written_as_a_clock_shows_them():
