@@ -12,8 +12,10 @@ ROW = GroupId(0, 0).row(0)
 
 
 def load(tokens: int = 0, num_scoring: int = 0) -> LoadReport:
-    facts = {"kv_util": 0.0, "busy_s": 0.0, "idle_s": 0.0, "pull_s": 0.0}
-    return LoadReport(version=0, num_running=1, num_waiting=0, tokens=tokens, num_scoring=num_scoring, **facts)
+    return LoadReport(
+        version=0, num_running=1, num_waiting=0, kv_util=0.0, tokens=tokens, busy_s=0.0, idle_s=0.0, pull_s=0.0,
+        num_scoring=num_scoring,
+    )  # fmt: skip
 
 
 def done(reward: float | None, failure: str = "") -> RowDone:
