@@ -14,7 +14,7 @@ MOST_MEMBERS = 12
 _MOST_WAITS = 4
 _LONG_S = 10.0
 """Seconds after which a wait stands out."""
-_ALARMING = ("silent", "starts")
+_ALARMING = ("silent", "gone", "starts")
 _AT_WORK = ("trains", "generates", "at tools", "serves", "decides")
 """States whose time says nothing."""
 
@@ -132,7 +132,7 @@ def _row(member: MemberStatus, *, has_hosts: bool) -> Cells:
 
 
 def _style(member: MemberStatus) -> str:
-    if member.state == "silent":
+    if member.state in ("silent", "gone"):
         return "red"
     return "dim" if member.state in ("waits", "starts", "serves", "decides") else ""
 

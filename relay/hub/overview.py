@@ -41,6 +41,8 @@ _LEAST_WAIT_S = 2.0
 _MOST_NAMES = 4
 ABSENT = "starts"
 """The state of a process that has not joined."""
+GONE = "gone"
+"""That of one that has died, or counts as dead, until its next process joins."""
 LOADS = "loads"
 """That of one that has joined and has not reported yet."""
 
@@ -162,7 +164,8 @@ class Overview:
 
     def _status(self, name: str, member: Member | None, now: float) -> MemberStatus:
         if member is None:
-            return MemberStatus(name, "", 0, 0, ABSENT, now - self._gone_at.get(name, self._began))
+            since = self._gone_at.get(name, self._began)
+            return MemberStatus(name, "", 0, 0, GONE if name in self._gone_at else ABSENT, now - since)
         state = self._hub.state
         seen = self._seen.get(name)
         leased = len(state.held.get(name, ()))

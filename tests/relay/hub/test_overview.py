@@ -127,6 +127,8 @@ def test_a_frozen_rollout_is_silent_and_the_run_waits_for_it(watched: Callable[.
     w.load("rollout-0")
     found = next(member for member in w.report().members if member.name == "rollout-1")
     assert (found.state, found.seconds) == ("loads", 2.0), "its next process"
+    w.fleets["rollout-1"].leave()
+    assert w.state_of("rollout-1") == "gone"
 
 
 def test_an_idle_rollout_waits_for_the_trainer_if_the_queue_is_full(watched: Callable[..., Watched]):
