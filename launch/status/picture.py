@@ -55,8 +55,7 @@ def paint(shown: Sequence[Line], width: int) -> list[str]:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=max(width, 1), legacy_windows=False)
     for line in shown:
-        text = Text(line.text, style=line.style, no_wrap=True, overflow="ellipsis")
-        console.print(text, highlight=False, crop=True)
+        console.print(Text(line.text, style=line.style), highlight=False, no_wrap=True, overflow="ellipsis")
     return file.getvalue().splitlines()
 
 
