@@ -152,6 +152,7 @@ def test_a_drained_rollout_drains_and_then_is_gone(watched: Callable[..., Watche
 
 def test_the_status_has_the_reward_and_the_time_of_the_last_step(watched: Callable[..., Watched]):
     w = watched(lead=8)
+    in_training = 0
     assert w.report().reward is None and w.report().num_steps == 10
     for step in range(3):
         w.scene.finish(w.scene.lease("rollout-0", request=step + 1, version=0, num_groups=2))
