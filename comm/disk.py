@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from .clock import clock_text, elapsed_s
 from .errors import DiskFull
 from .waits import waiting
 
@@ -41,6 +42,11 @@ def say(text: str) -> None:
     with suppress(OSError):
         print(text, flush=True)
         sys.stdout.flush()
+
+
+def tell(text: str) -> None:
+    """Print a line on the console, after the time since the run was started."""
+    say(f"{clock_text(elapsed_s()):>7}  {text}")
 
 
 def when_writable(path: Path, write: Callable[[], T], deadline_s: float) -> T:

@@ -26,9 +26,11 @@ COMMANDS = {
     "numerics": Command(
         "numerics", "compares the log-probs of generator and trainer on a model: headrace numerics MODEL"
     ),
-    "status": Command("ctl:status", "prints how far a running job is: headrace status RUN"),
+    "status": Command(
+        "status.command:status", "prints how far a run is and who waits for whom: headrace status RUN [--watch]"
+    ),
     "view": Command("report.viewer.command", "shows samples and metrics of a run on a local page: headrace view RUN"),
-    "ctl": Command("ctl", "gives a running job an order: headrace ctl RUN drain ROLLOUT, or stop"),
+    "ctl": Command("status.command", "gives a running job an order: headrace ctl RUN drain ROLLOUT, or stop"),
     "audit": Command("audit", "checks the journal of runs and counts their trajectories: headrace audit RUN..."),
     "replay": Command("report.replay", "trains steps of a run again, and compares other losses: headrace replay RUN"),
     "push": Command("push", "uploads a trained model to the Hugging Face Hub: headrace push RUN USER/MODEL"),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..comm.disk import say
+from ..comm.clock import begin
+from ..comm.disk import tell
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .command_line import flush_or_drop
@@ -15,7 +16,7 @@ from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
 from .config.run_folder import read_summary
-from .placement import place_ranks, with_relays
+from .placement import count_ranks, place_ranks, with_relays
 from .processes.agent import REFUSED, Hosts, Torchrun
 from .processes.child import print_message
 from .processes.joining import join_run
@@ -25,6 +26,7 @@ from .recipes.names import find_recipe, recipes, summary_of
 from .report.model_card import write_cards
 from .report.summary import print_summary
 from .resume import finished_after
+from .status.live import live_terminal
 
 _NO_RUN = "--try: it starts no run; leave out torchrun and the options of a run"
 
@@ -99,7 +101,8 @@ def _try(arguments: Arguments, file: str | None) -> int:
 def _say_what_starts(file: str | None, recipe: Recipe) -> None:
     """The first line of a run, printed before anything takes time."""
     with_recipe = f" with {file}" if file else ""
-    say(
+    begin()
+    tell(
         f"training {recipe.model.path or 'a policy'}{with_recipe}: {recipe.run.steps} steps; run folder {recipe.run.dir}"
     )
 
@@ -131,12 +134,21 @@ def _launch(recipe: Recipe, hosts: Hosts, file: str | None, overrides: Sequence[
         if hosts.node_rank == 0:
             hosts.check_port()
         torchrun = Torchrun(recipe, hosts, [*filter(None, [file]), *overrides])
-        code = torchrun.run()
+        code = _run_shown(torchrun, recipe, hosts)
     else:
         with prepare(with_relays(recipe, 1)):
             torchrun = Torchrun(recipe, hosts)
-            code = torchrun.run()
+            code = _run_shown(torchrun, recipe, hosts)
     return _end_of_run(Path(recipe.run.dir), torchrun, code, is_first=hosts.node_rank == 0, with_trace=with_trace)
+
+
+def _run_shown(torchrun: Torchrun, recipe: Recipe, hosts: Hosts) -> int:
+    """Run torchrun to its end, with the status of the run below its lines where they go to a terminal; returns its exit code."""
+    tell(
+        f"starting {count_ranks(recipe.roles, hosts.nnodes)} ranks; the logs of all processes are in {recipe.run.dir}/logs"
+    )
+    with live_terminal(Path(recipe.run.dir), is_first=hosts.node_rank == 0) as terminal:
+        return torchrun.run() if terminal is None else torchrun.run(terminal.start)
 
 
 def _end_of_run(run_dir: Path, torchrun: Torchrun, code: int, *, is_first: bool, with_trace: bool) -> int:

@@ -4,6 +4,7 @@ Consumes its mailbox; waits for messages only; woken by the hub (rows to drop, l
 go through threads and links of their own, never through this loop.
 """
 
+import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +29,8 @@ from ..comm.shared_memory import Segment
 from .queue.replicated_rows import ReplicatedRows
 from .queue.saved_queue import QueueKeeper
 from .weights.server import WeightServer
+
+log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
 
@@ -73,7 +76,8 @@ def serve_rows(fleet: Fleet, run_dir: Path, mailbox: Mailbox, unit: Unit) -> Non
                 raise PeerGone(
                     f"{fleet.name} was silent and was declared dead; its next process has a new storage unit"
                 )
-            case Stop():
+            case Stop(reason=reason):
+                log.info("stopped by the hub (%s)", reason)
                 break
         if threads.seconds() - reported >= REPORT_S:
             reported = threads.seconds()

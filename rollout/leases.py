@@ -1,5 +1,6 @@
 """The leases of a rollout: it requests them from the hub, and holds their trajectories until they are finished."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +15,8 @@ from .leased_row import LeasedRow
 if TYPE_CHECKING:
     from ..comm.mailbox import Mailbox
     from .pacing import RolloutPacing
+
+_log = logging.getLogger(__name__)
 
 REPEAT_S = 2.0
 
@@ -207,6 +210,8 @@ class HeldLeases:
     def _return(self, grant: LeaseGrant, *, is_gone: bool = False) -> None:
         groups = [lease.group for lease in grant.leases]
         attempts = [lease.attempt for lease in grant.leases]
+        why = "no process has that version" if is_gone else "the weights here are others"
+        _log.info("%d groups returned that were leased for version %d: %s", len(groups), grant.version, why)
         self._mailbox.send("hub", LeaseReturn(groups, attempts, is_gone))
 
     def _send(self) -> None:

@@ -83,8 +83,10 @@ class LoadTotals:
             "trajectory_s": trajectory_s, "token_s": token_s,
         }  # fmt: skip
 
-    def report(self, generator: "Generator", migration: "Migration", tokens: int, num_starting: int) -> LoadReport:
-        """tokens: those that the policy has drawn. num_starting: trajectories whose environments are reset."""
+    def report(
+        self, generator: "Generator", migration: "Migration", tokens: int, num_starting: int, num_scoring: int = 0
+    ) -> LoadReport:
+        """tokens: those that the policy has drawn. num_starting: trajectories whose environments are reset. num_scoring: those without a reward."""
         num_paused = len(generator.unfinished()) - generator.num_running - generator.num_waiting
         return LoadReport(
             version=generator.weights.version,
@@ -103,6 +105,7 @@ class LoadTotals:
             found=generator.num_found,
             num_at_tools=max(0, num_paused) + num_starting,
             peak_running=self.peak_running,
+            num_scoring=num_scoring,
         )
 
 

@@ -140,7 +140,8 @@ class Rollout:
             case SwitchWeights(version=version):
                 if version == self.generator.weights.version:
                     self._update_weights(is_ordered=True)
-            case Stop():
+            case Stop(reason=reason):
+                _log.info("stopped by the hub (%s) with %d unfinished trajectories", reason, len(self.leases.held))
                 self._is_stopped = True
             case message:
                 self.migration.handle(envelope.sender, message)
@@ -233,6 +234,14 @@ class Rollout:
         self.leases.begin_version(pulled.version)
         self._totals.peak_running = 0
         self._totals.pull_s = self._clock.now() - started
+        why = ", by order of the hub" if is_ordered else ""
+        _log.info(
+            "version %d taken in %.2f s%s; %d trajectories continue",
+            pulled.version,
+            self._totals.pull_s,
+            why,
+            num_unfinished,
+        )
         give_back_heap()
 
     def _read_messages(self, timeout_s: float = 0.0) -> None:
@@ -290,7 +299,9 @@ class Rollout:
             return
         self._totals.reported_at = now
         num_starting = self._generation.num_starting
-        load = self._totals.report(self.generator, self.migration, self._generation.num_drawn, num_starting)
+        num_scoring = sum(held.completion is not None for held in self.leases.held.values())
+        drawn = self._generation.num_drawn
+        load = self._totals.report(self.generator, self.migration, drawn, num_starting, num_scoring)
         recomputed = self.generator.num_recomputed
         drawn = self._tokens.report(self.migration.moving(), is_whole=True)
         self._mailbox.send("hub", replace(load, drawn=drawn, recomputed=getattr(self.generator, "recomputed", {})))

@@ -4,6 +4,7 @@ It consumes groups from the experience queue. It waits for `TrainBatch` messages
 rollout. Publishing costs one copy of the weights.
 """
 
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from ..comm.clock import REAL_TIME, Clock
-from ..comm.disk import say
+from ..comm.disk import say, tell
 from ..comm.fleet import TRAINS_AGAIN, Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.messages import (
@@ -21,6 +22,7 @@ from ..comm.messages import (
     RestartPoint,
     StepTrained,
     TrainBatch,
+    TrainerState,
 )
 from ..comm.recipe import Recipe
 from ..comm.trace import Trace
@@ -38,6 +40,10 @@ from .recovery import copies_of, has_rows, micro_tokens, request_restart, restor
 from .step_log import StepLog
 from .step_metrics import StepMetrics
 
+log = logging.getLogger(__name__)
+
+_STATES = {"wait": "waits", "checkpoint": "saves", "train again": "trains again"}
+"""What the status of the run calls the states of the trace; all others are training."""
 _CHECKPOINTS_WITH_ROWS = 2
 """Number of the newest checkpoints after which rows are kept: if the last one is damaged, training resumes from the one before."""
 
@@ -64,12 +70,17 @@ class Trainer:
         if fleet.me.index == 0 and continues:
             point = request_restart(self.mailbox, fleet.incarnation, recipe.comm.deadline_s)
         self.storage = ReplicatedRows(fleet)
+        began = time.monotonic()
+        if fleet.me.index == 0:
+            tell(f"{fleet.name} loads {recipe.model.path or 'the policy'}")
         self.learner = learner or open_learner(fleet, recipe)
         self.group = self.learner.group
         is_checked = fleet.incarnation == 1
         self.restored = restore_newest(self.learner, self.run_dir, point.step, is_checked=is_checked)
         self.first_step = self.restored.first_step
         """The step that the run continues with; those between the restored state and this one are trained again."""
+        if self.group.is_lead:
+            tell(f"{fleet.name} has loaded {self.restored.source} in {time.monotonic() - began:.1f} s")
         self.num_counted = self.first_step
         """Steps that the hub has counted; the previous trainer process may have trained one more."""
         self.run_id = fleet.run_id
@@ -92,6 +103,8 @@ class Trainer:
         self.stops_at_collapse = recipe.run.on_collapse == "stop"
         self.has_collapsed = False
         """An alarm has ended the run: the weights of now are not worth a checkpoint."""
+        self.told = ""
+        """The last state that the hub was told."""
         self.metrics: dict[str, Value] = {}
         self.evaluates = bool(recipe.eval.paths)
         self.stream = stream or self._open_stream()
@@ -195,7 +208,7 @@ class Trainer:
 
     def train_step_again(self, step: int) -> None:
         """Train a step from its saved rows, and write the line of metrics that a previous process may not have written."""
-        self.trace.enter("train again", step=step)
+        self.enter("train again", step)
         started = self.clock.now()
         # The trainer before may have died of this very step. The others have succeeded as they are.
         give_back_heap()
@@ -226,7 +239,7 @@ class Trainer:
             is_complete = taken.ends_step
             if self.step_log is not None:
                 self.step_log.add(batch)
-            self.trace.enter("train", step=step)
+            self.enter("train", step)
             self.learner.accumulate(batch, stats)
         if self.step_log is not None:
             self.step_log.write(step)  # before the hub hears of the step: its rows are dropped then
@@ -240,10 +253,19 @@ class Trainer:
         waited_s = self.waited_s
         if self.evaluates and step + 1 == self.recipe.run.steps:
             evaluation |= self.last_evaluations()
+        log.info("step %d is trained, in %.2f s, %.2f s of them without groups", step + 1, step_s, waited_s)
         self.metrics = metrics | fleet_metrics | evaluation
         if self.recorder is not None:
             self.recorder.step(step, step_s, waited_s, stats, self.metrics)
         give_back_heap()
+
+    def enter(self, state: str, step: int | None = None) -> None:
+        """This process does something else now; the first rank tells the hub too, if others have to wait for it meanwhile."""
+        self.trace.enter(state, **({} if step is None else {"step": step}))
+        told = _STATES.get(state, "trains")
+        if self.group.is_lead and told != self.told:
+            self.told = told
+            self.mailbox.send("hub", TrainerState(told))
 
     def checkpoint_if_due(self) -> None:
         """Begin a checkpoint every `checkpoint_steps`, or after `CHECKPOINT_PERIOD_S`, and where the hub asks for one.
@@ -274,7 +296,7 @@ class Trainer:
         """Copy the state of training, which a thread writes while training goes on."""
         started = self.clock.now()
         self.checkpointed_at = time.monotonic()
-        self.trace.enter("checkpoint")
+        self.enter("checkpoint")
         settings = self.recipe.checkpoint
         best = settings.best
         score = self.metrics.get(best)
@@ -286,6 +308,7 @@ class Trainer:
                     f"checkpoint.best: this checkpoint has no score, since its step has no '{best}'; it has {names}",
                     flush=True,
                 )
+        log.info("checkpoint of step %d begins", self.learner.version)
         self.checkpoints.begin(self.learner.version, self.learner.stage, score)
         self.resumed_at += self.clock.now() - started
 
@@ -298,7 +321,7 @@ class Trainer:
     def next_for_training(self, step: int) -> Batch | AfterLastStep:
         """This rank's share of the next groups, or an evaluation; rows of other tasks get their columns meanwhile."""
         while isinstance(found := self.next_batch(step), Batch) and found.task != TRAIN:
-            self.trace.enter(found.task, step=step)
+            self.enter(found.task, step)
             self.stream.put(found, {"ref_logprobs": self.learner.logprobs(found)})
         return found
 
@@ -325,7 +348,7 @@ class Trainer:
         Raises `RunStopped` on all ranks when the hub ends the run.
         """
         started = self.clock.now()
-        self.trace.enter("wait", step=step)
+        self.enter("wait", step)
         batch = self.stream.next()
         self.waited_s += self.clock.now() - started
         return batch
@@ -333,7 +356,7 @@ class Trainer:
     def publish(self) -> dict[str, Value]:
         """Publish the present weights to the relays; returns after the copy."""
         started = self.clock.now()
-        self.trace.enter("publish")
+        self.enter("publish")
         self.learner.publish()
         return {"weights/push_s": self.clock.now() - started, "weights/bytes": self.learner.num_bytes}
 
@@ -354,6 +377,8 @@ class Trainer:
         self.checkpoints.close(self.group)  # an end before the seal would be one without a checkpoint
         if self.copies is not None and self.has_collapsed:
             self.copies.forget()  # else the supervisors would leave them to the next start
+        if self.group.is_lead:
+            tell("training has ended; the model is being written")
         is_trained = self.learner.version > 0  # else the model would be the one that the run began with
         export = self.learner.export() if is_trained and not is_behind and not self.has_collapsed else ""
         self.learner.close()

@@ -53,7 +53,9 @@ from .run import (
     StepTrained,
     Stop,
     TrainerStarted,
+    TrainerState,
     TrainingDone,
+    WaitStatus,
 )
 from .saved_queue import QueueRestored, QueueSaved, RestoreQueue, SaveQueue
 from .weights import (

@@ -180,6 +180,8 @@ class LoadReport(Message, frozen=True, kw_only=True):
     drawn: DrawnTokens = DrawnTokens()
     recomputed: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Tokens that it has prefilled again, by what dropped them from the cache."""
+    num_scoring: int = 0
+    """Finished trajectories that wait for their rewards, or to be stored."""
 
     @property
     def num_unfinished(self) -> int:

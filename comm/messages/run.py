@@ -70,23 +70,70 @@ class StatusRequested(Message, frozen=True):
     reply_to: str
 
 
-class MemberStatus(msgspec.Struct, frozen=True):
-    """A living process: its name and host, the incarnation, and the rows that are leased to it."""
+class MemberStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A process of the run: its name and host, the incarnation, the rows that are leased to it, and what it does.
+
+    One that has not joined yet has incarnation 0.
+    """
 
     name: str
     host: str
     incarnation: int
     leased: int
+    state: str = ""
+    """What it does, such as `generates`."""
+    seconds: float = 0.0
+    """For how long it has done so."""
+    version: int = -1
+    """Of its weights; -1 if it has none, or none is known."""
+    tokens_per_s: float | None = None
+    """Tokens that a rollout draws in a second; None for other roles, and where no report says it."""
+
+
+class WaitStatus(msgspec.Struct, frozen=True):
+    """One process waits for others, and for what, for so many seconds."""
+
+    who: str
+    whom: str
+    what: str
+    seconds: float
 
 
 class StatusReport(Message, frozen=True):
-    """From the hub: the number of trained steps, the newest version, the members, the account of the rows, and the last alarm, if any."""
+    """From the hub: how far the run is, what each process does, and who waits for whom."""
 
     step: int
+    """The number of trained steps."""
     version: int
+    """The newest version, -1 before the first."""
     members: list[MemberStatus]
     account: dict[str, int | bool]
+    """That of the rows."""
     alarm: str = ""
+    """The last one, if any."""
+    num_steps: int = 0
+    elapsed_s: float = 0.0
+    """Since this start of the run."""
+    left_s: float | None = None
+    """Until its last step; None before the second step of this start."""
+    step_s: float = 0.0
+    """Seconds of the last step; 0 before the first of this start."""
+    reward: float | None = None
+    """The mean of the last step; None before the first of this start."""
+    queue: dict[str, int] = msgspec.field(default_factory=dict)
+    """Groups: `step` of a whole step, of which the trainer has `in_training`; `ready` for it, `begun` but not complete, and `window`, the
+    most that may be ready or begun."""
+    evaluation: int = 0
+    """Samples of an evaluation under way that are not scored yet."""
+    waits: list[WaitStatus] = msgspec.field(default_factory=list)
+    ending: str = ""
+    """How the run is being ended, if it is."""
+
+
+class TrainerState(Message, frozen=True):
+    """To the hub: what the trainer does now, such as `trains` or `waits`, for the status alone. Sent at each change."""
+
+    state: str
 
 
 class CheckpointRequested(Message, frozen=True):

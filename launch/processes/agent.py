@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,15 +153,15 @@ class Torchrun:
         self.lost_folder = ""
         """The message about the run folder, if it is not in its place at the end."""
 
-    def run(self) -> int:
-        """Start torchrun and wait for its end; returns its exit code, minus the signal if one ended it.
+    def run(self, on_start: Callable[[], None] = lambda: None) -> int:
+        """Start torchrun, call `on_start`, and wait for its end; returns its exit code, minus the signal if one ended it.
 
         It waits for signals, at most until the deadline: SIGCHLD when torchrun has ended, others to pass on.
         """
         with blocked_signals():
-            return self._run()
+            return self._run(on_start)
 
-    def _run(self) -> int:
+    def _run(self, on_start: Callable[[], None]) -> int:
         environment = {
             NUM_THREADS: os.environ.get(
                 NUM_THREADS, "1"
@@ -178,6 +178,7 @@ class Torchrun:
         folder = FolderWatch(make_run_folder(self._run_dir))
         # A cluster's scheduler sends SIGTERM to all processes of a job, and torchrun would kill its ranks after 30 s.
         torchrun = Child("torchrun", self._command, environment=environment, ignores_sigterm=True)
+        on_start()
         while (code := torchrun.poll()) is None:
             if (received := wait_for_signal(self._sleep_s())) not in (0, signal.SIGCHLD):
                 self._interrupt(torchrun, received)

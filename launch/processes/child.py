@@ -1,9 +1,11 @@
 """Child processes that cannot outlive their parent, and the messages about them on the console."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from pathlib import Path
 from ...comm.environment import RESOLVER_ENV
 from ...comm.process_tree import end_with_parent
 from .signals import WATCHED
+
+_EVENT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,12 @@ class Child:
         """Send a signal; a process that has already ended is ignored."""
         self._process.send_signal(number)
 
+    def note(self, text: str) -> None:
+        """Write a line of the parent's into the log, with the time."""
+        if self.log is not None:
+            with suppress(OSError), self.log.open("a") as stream:  # its folder may be gone, and its disk full
+                stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 INFO {__name__}: {text}\n")
+
     def log_tail(self, num_lines: int = 12) -> str:
         """The path of the log and its last lines, as a sentence to append to a message; empty without a log."""
         if self.log is None or not self.log.exists():
@@ -94,11 +104,13 @@ class Child:
         return "".join(f": {line}" for line in self._last_lines(1))
 
     def _last_lines(self, num_lines: int) -> list[str]:
+        """The last lines of the log that are not about the usual course of a run."""
         if self.log is None or not self.log.exists():
             return []
         with self.log.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 16384))
-            return stream.read().decode(errors="replace").splitlines()[-num_lines:]
+            found = stream.read().decode(errors="replace").splitlines()
+        return [line for line in found if not _EVENT.match(line)][-num_lines:]
 
 
 def describe_exit(name: str, code: int) -> str:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from ...comm.clock import begin
+from ...comm.disk import tell
 from ...comm.environment import JOINING
 from ...comm.errors import SettingError
 from ...comm.process_tree import end_with_parent
@@ -44,6 +46,7 @@ def run_rank(
     with_trace: as for `print_summary`.
     """
     end_with_parent(signal.SIGTERM, os.getppid())
+    begin(is_new=False)
     is_known = False
     try:
         if JOINING in os.environ:
@@ -87,6 +90,7 @@ def prepare(recipe: Recipe, hosts: Sequence[int] = ()) -> IO[bytes]:
     from ..config.checks.evaluation import checkpoint_lines
     from ..config.checks.recipe import check_recipe, check_run_folder
 
+    tell("checking the settings, the model and the data")
     gpus = Gpus.of_this_host()
     recipe = with_device_defaults(recipe, gpus)
     warnings = check_recipe(recipe).warnings

@@ -86,6 +86,13 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
         os._exit(code)
 
     threading.excepthook = on_thread_death
+    log.info(
+        "%s joined as incarnation %d, process %d on %s",
+        fleet.name,
+        fleet.incarnation,
+        os.getpid(),
+        socket.gethostname(),
+    )
     code = 0
     try:
         check_files(role, recipe)
@@ -99,6 +106,7 @@ def run_role(role: str, index: int, recipe: Recipe, address: str, signals: Signa
             fleet.mailboxes.close_inbox("hub", is_last=True)
         if (code in (0, 2) and JOINING not in os.environ) or role == "hub":
             exchange_summary(fleet, Path(recipe.run.dir))
+        log.info("%s leaves with exit code %d", fleet.name, code)
         fleet.leave()
     return code
 

@@ -286,6 +286,7 @@ class Supervisor:
 
     def _on_end(self, child: Child, code: int) -> None:
         role = self.placement.role if child.name == self.placement.name else child.name
+        child.note(describe_exit(child.name, code))
         if child.name == self.placement.name:
             self.last_code = code
         now = time.monotonic()

@@ -3,6 +3,7 @@
 It is warmed up by imitation until it answers in the right form and is often wrong, which leaves something to gain.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
@@ -17,6 +18,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from ...comm.disk import tell
+
 PAD = "<pad>"
 EOS = "<eos>"
 PAD_ID = 0
@@ -26,6 +29,8 @@ BATCH = 64
 BATCHES_AT_ONCE = 25
 LR = 3e-3
 LR_WARMUP = 20
+TELL_S = 10.0
+"""Seconds between two lines about the warm-up."""
 _IGNORED = -100
 
 Example = tuple[str, ...]
@@ -91,6 +96,7 @@ def warm_up(
     """Imitate examples for `num_steps` of AdamW (short rise, then linear to a tenth); returns the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     loss = torch.zeros(())
+    told_at = time.monotonic()
     for step, (inputs, targets) in zip(range(num_steps), _batches(tokenizer, example, random), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = LR * min((step + 1) / LR_WARMUP, 1.0 - 0.9 * step / num_steps)
@@ -100,6 +106,9 @@ def warm_up(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if time.monotonic() - told_at >= TELL_S:
+            told_at = time.monotonic()
+            tell(f"warming up the policy: {step + 1} of {num_steps} steps")
     return loss.item()
 
 

@@ -4,6 +4,7 @@ It carries no bulk data and never waits: a request that cannot be met yet stays 
 after the next message.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -43,6 +44,8 @@ from .results import Results
 from .saved_queue import SavedQueue
 from .telemetry import FleetStats
 from .token_ledger import TokenLedger
+
+log = logging.getLogger(__name__)
 
 MAX_RESTARTS_IN_STEP = 3
 """Restarts of the trainer without a trained step between them; with one more its fault counts as a lasting one."""
@@ -161,6 +164,7 @@ class Hub:
 
     def _on_checkpoint(self, sender: str, message: CheckpointWritten) -> None:
         """`latest` names only a checkpoint that is in the journal. On a full disk it stays behind; a resumed run looks at all of them."""
+        log.info("checkpoint of step %d: %s", message.step, message.path)
         self.context.commit(ev.Checkpointed(step=message.step, path=message.path))
         folder = CheckpointFolder(self.context.journal.path.parent)
         try:

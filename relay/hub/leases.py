@@ -1,5 +1,6 @@
 """Leases: rollouts ask for groups, and get as many as admission allows."""
 
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .evaluations import Evaluations
     from .partial_pool import PartialPool
     from .prompts import Prompts
+
+log = logging.getLogger(__name__)
 
 
 class Leases(Handler):
@@ -104,6 +107,11 @@ class Leases(Handler):
 
         Another process, such as a relay, has no leases and stops at once.
         """
+        log.info(
+            "%s is drained: it gets no more leases, and has %d rows",
+            message.member,
+            len(self.state.held.get(message.member, ())),
+        )
         self.context.commit(ev.Drained(member=message.member))
         if self._requests.pop(message.member, None) is not None or not message.member.startswith("rollout-"):
             self._stop_if_empty(message.member)

@@ -9,12 +9,12 @@ Consumes its mailbox and waits for messages alone, at most `WATCH_S`; any proces
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...comm import threads
 from ...comm.clock import REAL_TIME, Clock
-from ...comm.disk import say
+from ...comm.disk import say, tell
 from ...comm.fleet import Fleet
 from ...comm.mailbox import Envelope
 from ...comm.messages import (
@@ -23,16 +23,14 @@ from ...comm.messages import (
     HeldRows,
     Interrupted,
     ListStoredRows,
-    MemberStatus,
-    StatusReport,
     StatusRequested,
     StoredRows,
+    TrainerState,
     TrainingDone,
 )
 from ...comm.messages.base import storage_id_of
 from ...comm.recipe import Recipe
 from ..journal import events as ev
-from ..journal.hub_state import account_dict
 from ..journal.opening import check_journal_is_there, open_journal
 from ..journal.records import RowStatus
 from ..queue.admission import Admission
@@ -44,8 +42,10 @@ from .failure_detector import Death, FailureDetector
 from .health import PATIENCE_S
 from .hub import Hub
 from .model_check import ModelCheck
+from .overview import Overview, expected_names
 from .prompts import open_curriculum, open_prompts
 from .shutdown import Shutdown, names_by_host, write_summary
+from .start_lines import StartLines
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def run(
     """The hub's process, from the first message to the summary; `on_open` is called with the hub before that message."""
     hub = open_hub(fleet, recipe, clock or REAL_TIME)
     on_open(hub)
-    loop = HubLoop(hub, fleet)
+    loop = HubLoop(hub, fleet, expected_names(recipe))
     loop.recover()
     while (end := loop.step()) is None:
         pass
@@ -93,13 +93,21 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
 class HubLoop:
     """Handles one message after the other, and checks the fleet at intervals."""
 
-    def __init__(self, hub: Hub, fleet: Fleet) -> None:
+    def __init__(self, hub: Hub, fleet: Fleet, expected: Sequence[str] = ()) -> None:
+        """expected: the processes of the run's recipe."""
         self.hub = hub
         self.fleet = fleet
+        self.overview = Overview(hub, expected, threads.seconds)
+        self._start_lines = StartLines(expected, is_told=fleet.incarnation > 1)
         self.detector = FailureDetector(fleet)
         self._printed = {""}
         self._models = ModelCheck()
+        self._joined: dict[str, int] = {}
+        """The incarnations that have joined, by name."""
         self._checked_at = 0.0
+        # These are handled while the run ends, too.
+        hub.routes[StatusRequested] = self._on_status_requested
+        hub.routes[TrainerState] = lambda sender, message: None
 
     def step(self) -> ev.Ending | None:
         """Handle at most one message; returns how the run ends, or None while it continues."""
@@ -120,8 +128,10 @@ class HubLoop:
 
     def _dispatch(self, envelope: Envelope) -> ev.Ending | None:
         """Act on a message; returns the end of the run if it reports one."""
+        self.overview.observe(envelope)
         match envelope.message:
             case TrainingDone(facts=facts):
+                log.info("the trainer has ended")
                 return ev.Ending(status="finished", gone=envelope.sender, facts=facts)
             case Failed(error=error, exit_code=exit_code):
                 return ev.Ending(status="failed", error=error, exit_code=exit_code, gone=envelope.sender)
@@ -130,24 +140,19 @@ class HubLoop:
                 return ev.Ending(status="interrupted", error=error, exit_code=128 + number)
             case HeldRows():
                 pass  # the rollout was drained, so it holds none
-            case StatusRequested(reply_to=inbox):
-                self.hub.mailbox.send(inbox, self._status())
+            case TrainerState():
+                pass  # for the overview alone
             case StoredRows(keys=keys):
                 self.hub.results.drop_needless(envelope.sender, keys)
             case message if not self.hub.handle(envelope):
                 log.warning("the hub has no route for %s from %s; dropped", type(message).__name__, envelope.sender)
             case _:
                 pass
+        self._start_lines.look(envelope, self.hub.state)
         return None
 
-    def _status(self) -> StatusReport:
-        state = self.hub.state
-        members = [
-            MemberStatus(member.name, member.host_name, member.incarnation, len(state.held.get(member.name, ())))
-            for member in self.fleet.members()
-            if member.is_alive
-        ]
-        return StatusReport(state.step, state.version, members, account_dict(state), self.hub.context.alarm)
+    def _on_status_requested(self, sender: str, message: StatusRequested) -> None:
+        self.hub.mailbox.send(message.reply_to, self.overview.report(self.fleet.members()))
 
     def recover(self) -> None:
         """Catch up with the deaths of processes and storage units since the previous hub stopped; a new run has none.
@@ -182,6 +187,11 @@ class HubLoop:
             self.hub.mailbox.send(relay.name, DeclaredDead(relay.incarnation))
         for death in self.detector.deaths():
             self._on_death(death)
+        for member in self.detector.living.values():
+            if self._joined.get(member.name) != member.incarnation:
+                self._joined[member.name] = member.incarnation
+                log.info("%s has joined, incarnation %d, on %s", member.name, member.incarnation, member.host_name)
+        self._start_lines.joined(self.detector.seen)
         self._print_generators()
         self._check_models()
         self.hub.health.watch()
@@ -192,7 +202,7 @@ class HubLoop:
             description = member.info.get("generator", "")
             if description not in self._printed:
                 self._printed.add(description)
-                say(f"generator: {description}")
+                tell(f"generator: {description}")
 
     def _check_models(self) -> None:
         """A process with another policy ends the run; one of a host that has joined is refused alone."""
@@ -206,6 +216,13 @@ class HubLoop:
 
     def _on_death(self, death: Death) -> None:
         dead = death.member
+        log.info(
+            "%s is dead: %s; it had %d leased rows",
+            dead.name,
+            death.reason,
+            len(self.hub.state.held.get(dead.name, ())),
+        )
+        self.overview.forget(dead.name)
         if dead.role == "relay":
             self.hub.on_storage_lost(storage_id_of(dead.name, dead.incarnation), death.reason)
         self.hub.on_process_death(dead.name, death.reason)

@@ -86,6 +86,7 @@ class WeightServer:
 
     def _receive(self, link: Link, sender: str, path: str) -> None:
         def complete(incoming: IncomingVersion) -> None:
+            _log.info("version %d is here, from %s", incoming.offer.version, sender)
             if is_trainer(sender) and incoming.digest:
                 self._mailbox.send("hub", VersionReady(incoming.offer.version, incoming.digest))
             if link.backend == "nccl":  # its bytes come from a GPU: pinned slots serve from the second version on

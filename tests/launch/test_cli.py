@@ -182,7 +182,7 @@ def test_help_imports_no_large_library():
 
 
 def test_ctl_tells_its_usage_without_torch():
-    command = [sys.executable, "-X", "importtime", "-m", "headrace.launch.ctl"]
+    command = [sys.executable, "-X", "importtime", "-m", "headrace.launch.status.command"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     errors, imports = _split(done.stderr)
     assert done.returncode == 2 and "required: RUN_FOLDER|HOST:PORT, order; --help" in errors

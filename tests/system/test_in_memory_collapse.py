@@ -8,7 +8,7 @@ import pytest
 from support.system import System
 
 from headrace.comm.messages import StatusReport, StatusRequested
-from headrace.launch.processes.control import describe
+from headrace.launch.status.picture import describe
 
 CAUSE = "optimizer.lr=3 is too high; try a tenth"
 

@@ -10,8 +10,8 @@ from support.policies import tiny_policy
 from support.polling import wait_for
 from support.slurm import ClusterRefused, SlurmCluster, free_ports, obstacle
 
-from headrace.launch import ctl
 from headrace.launch.audit import main as audit
+from headrace.launch.status import command as ctl
 
 pytestmark = [
     pytest.mark.skipif(bool(obstacle()), reason=obstacle()),

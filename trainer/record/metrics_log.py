@@ -1,12 +1,11 @@
-"""Metrics of the run: `metrics.jsonl`, trackers such as TensorBoard, and one console line per step."""
+"""Metrics of the run: `metrics.jsonl`, and trackers such as TensorBoard."""
 
 import json
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...comm.clock import Clock, estimate
+from ...comm.clock import Clock
 from ...comm.disk import AppendFile
 from .trackers.opened import Trackers
 from .trackers.tracker import Histogram
@@ -63,71 +62,6 @@ class MetricsLog:
         """results: those of the whole run."""
         self._file.close()
         self._trackers.end(results)
-
-
-class TimeLeft:
-    """How long the steps that are left will take, from the mean of the last ones. A run's first step is left out: it warms up."""
-
-    STEPS = 8
-    LEAST_S = 60.0
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._last: deque[float] | None = None
-
-    def after(self, step: int, seconds: float) -> str:
-        """The remaining time for the console's line of step `step` (counted from 0); empty after the first step, and below a minute."""
-        if self._last is None:
-            self._last = deque(maxlen=self.STEPS)
-            return ""
-        self._last.append(seconds)
-        left = (self._num_steps - 1 - step) * sum(self._last) / len(self._last)
-        return f"  {estimate(left)} left" if left >= self.LEAST_S else ""
-
-
-def console_line(step: int, num_steps: int, metrics: Mapping[str, Value]) -> str:
-    """The line of a step on the console.
-
-    It has the mismatch of generator and trainer, or, where no token is of the version in training, the KL divergence of the older ones.
-    """
-    m = metrics
-    distance = ""
-    if "mismatch/logprob_abs_diff" in m:
-        distance = f"  mismatch {m['mismatch/logprob_abs_diff']:.1e}"
-    elif "staleness/kl" in m:
-        distance = f"  stale kl {m['staleness/kl']:.1e}"
-    return (
-        f"step {step + 1:>4}/{num_steps}  reward {m['reward/mean']:.3f}  length {m['response_length/mean']:6.1f}"
-        f"  entropy {m['actor/entropy']:.3f}  grad {m['actor/grad_norm']:.2f}  staleness {m['staleness/mean']:.2f}"
-        f"{distance}"
-        f"  {m['perf/throughput']:6.0f} tok/s  {m['timing_s/step']:.2f} s (waits {m['timing_s/wait_data']:.2f})"
-    )
-
-
-def evaluation_line(metrics: Mapping[str, Value]) -> str:
-    """The line of a complete evaluation on the console; `avg@k` and `pass@k` of each file, and its mean length."""
-    files = dict.fromkeys(name.split("/")[1] for name in metrics if name.startswith("eval/") and name.count("/") > 1)
-    parts = [f"evaluation of version {metrics['eval/version']:.0f}"]
-    for file in files:
-        found = {
-            name.removeprefix(f"eval/{file}/"): value for name, value in metrics.items() if f"eval/{file}/" in name
-        }
-        shown = [f"{name} {value:.3f}" for name, value in found.items() if "@" in name]
-        shown += [f"length {found['response_length/mean']:.1f}"] if "response_length/mean" in found else []
-        shown += [f"{found['missing']:.0f} missing"] if found["missing"] else []
-        parts.append(f"{file}: {' '.join(shown)}")
-    return "  ".join(parts)
-
-
-def unbeaten_line(metric: str, scores: Mapping[int, float], saved: Collection[int]) -> str:
-    """Where no `saved` version has beaten the model before training, which has no checkpoint; "" otherwise. `scores` are by version."""
-    later = [score for version, score in scores.items() if version and version in saved]
-    if not later or 0 not in scores or max(later) > scores[0]:
-        return ""
-    return (
-        f"no checkpoint beat the model before training: {metric} was {scores[0]:.3f} at step 0, and at most"
-        f" {max(later):.3f} in a later checkpoint"
-    )
 
 
 def _cut_off(path: Path, step: int) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...comm.clock import Clock
-from ...comm.disk import say
+from ...comm.clock import Clock, TimeLeft
+from ...comm.disk import say, tell
 from ...comm.mailbox import Mailbox
 from ...comm.messages import LearningAlarm, TrainingDone
 from ...comm.recipe import Recipe
@@ -17,7 +17,8 @@ from ..alarms.balance import Balance, layout_of
 from ..alarms.run_alarms import RunAlarms
 from ..checkpoint import CheckpointWriter
 from ..step_metrics import StepMetrics
-from .metrics_log import MetricsLog, TimeLeft, Value, console_line, evaluation_line, unbeaten_line
+from .console import console_line, evaluation_line, unbeaten_line
+from .metrics_log import MetricsLog, Value
 from .samples_log import SamplesLog
 from .trackers.opened import open_trackers
 from .wait_metrics import WaitMeter
@@ -84,7 +85,7 @@ class RunRecorder:
         metrics |= self.alarms.step(step, metrics)
         self.samples.write(step, stats.shown)  # first, so that no step of the metrics lacks its samples
         self.log.write(step, metrics, stats.histograms(step))
-        say(console_line(step, self.num_steps, metrics) + self.time_left.after(step, step_s))
+        tell(console_line(step, self.num_steps, metrics, self.time_left.after(step, step_s)))
         self.samples.show(step)
         for told in self.alarms.told(self.checkpoints.newest):
             say(told.line)
@@ -97,7 +98,7 @@ class RunRecorder:
     def evaluation(self, metrics: dict[str, float]) -> None:
         """Show an evaluation that is complete; the line of the step in progress has it too."""
         self.log.write_evaluation(metrics)
-        say(evaluation_line(metrics))
+        tell(evaluation_line(metrics))
         self.note_score(metrics)
 
     def note_score(self, evaluation: Mapping[str, float]) -> None:

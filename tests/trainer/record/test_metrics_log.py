@@ -7,7 +7,8 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.comm.clock import Clock
-from headrace.trainer.record.metrics_log import MetricsLog, TimeLeft, Value, console_line, unbeaten_line
+from headrace.trainer.record.console import console_line
+from headrace.trainer.record.metrics_log import MetricsLog, Value
 from headrace.trainer.record.trackers.board import Board
 from headrace.trainer.record.trackers.opened import Trackers
 
@@ -63,7 +64,7 @@ def test_tensorboard_shows_each_step_once_and_at_the_consoles_number_however_oft
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     points = [(event.step, event.value) for event in events.Scalars("actor/lr")]
     assert points == [(1, 0), (2, 0), (3, 0), (4, 3), (5, 3), (6, 3), (7, 6), (8, 6)]
-    assert console_line(6, 8, METRICS).startswith("step    7/8")
+    assert console_line(6, 8, METRICS).startswith("step 7/8")
     evaluated = [(event.step, event.value) for event in events.Scalars("eval/test/avg@1")]
     assert evaluated == [(0, 0.25), (3, 0.25), (6, 0.5), (8, 0.5)]
     assert [event.step for event in events.Tensors("samples")][-2:] == [6, 8]
@@ -83,29 +84,3 @@ def test_the_lines_of_a_run_that_goes_on_are_read_one_at_a_time(tmp_path: Path):
     log.close()
     assert [step for step, _ in read] == [*range(490)]
     assert max(num_bytes for _, num_bytes in read) < 100_000 < log.path.stat().st_size
-
-
-def test_the_console_line_shows_the_distance_of_older_tokens_for_a_step_without_fresh_ones():
-    assert "mismatch" not in console_line(0, 10, METRICS)
-    assert "  stale kl 2.0e-03  " in console_line(0, 10, METRICS | {"staleness/kl": 2e-3})
-    assert "mismatch 1.0e-07" in console_line(0, 10, METRICS | {"mismatch/logprob_abs_diff": 1e-7})
-    assert console_line(9, 10, METRICS).startswith("step   10/10  reward 0.500")
-
-
-def test_the_console_says_how_long_the_rest_takes_from_the_second_step_on_while_it_is_a_minute_or_more():
-    left = TimeLeft(num_steps=400)
-    assert left.after(0, 500.0) == ""
-    assert left.after(1, 20.0) == "  2 h 13 min left"
-    texts = [left.after(step, 10.0) for step in range(2, 392)]
-    assert texts[-1] == "  1 min 20 s left"
-    assert left.after(397, 10.0) == left.after(399, 10.0) == ""
-
-
-def test_a_model_that_no_version_beat_is_named_at_the_end():
-    assert unbeaten_line("eval/a/avg@1", {0: 0.857, 2: 0.9, 4: 0.5, 8: 0.714}, {4, 8}) == (
-        "no checkpoint beat the model before training: eval/a/avg@1 was 0.857 at step 0, and at most 0.714 in a later"
-        " checkpoint"
-    ), "version 2 has none"
-    assert unbeaten_line("eval/a/avg@1", {0: 0.5, 2: 0.5}, {2}), "an equal score is not a gain"
-    for beaten in ({0: 0.5, 2: 0.6, 4: 0.1}, {2: 0.1, 4: 0.1}, {0: 0.5}, {}):
-        assert unbeaten_line("eval/a/avg@1", beaten, {2, 4}) == ""
