@@ -143,6 +143,17 @@ class HubState:
         group = self.group(row_id.group)
         return group.rows[row_id.sample] if group and row_id.sample < len(group.rows) else None
 
+    def end_group(self, group: Group) -> None:
+        """The last row of a group is ready or failed."""
+        if group.id in self.queue.ready or group.id in self.queue.at_tasks:
+            self.window.end(group.id)
+
+    def take_tokens(self, group: Group) -> int:
+        """The drawn tokens of a group's ready rows, which leave the queue."""
+        num_tokens = sum([group.rows[sample].num_drawn for sample in group.samples(_READY)])
+        self.tokens.ready -= num_tokens
+        return num_tokens
+
     def has_attempt(self, row_id: RowId, attempt: int) -> bool:
         """Whether this attempt of a row is in the queue."""
         row = self.row(row_id)

@@ -191,20 +191,7 @@ def _(event: ev.RowReady, state: HubState) -> None:
         state.queue.update(group)
     state.window.row_ready()
     if is_complete:
-        _end_group(group, state)
-
-
-def _take_out(group: Group, state: HubState) -> int:
-    """The drawn tokens of a group's ready rows, which leave the queue."""
-    num_tokens = sum([group.rows[sample].num_drawn for sample in group.samples(_READY)])
-    state.tokens.ready -= num_tokens
-    return num_tokens
-
-
-def _end_group(group: Group, state: HubState) -> None:
-    """The last row of a group is ready or failed."""
-    if group.id in state.queue.ready or group.id in state.queue.at_tasks:
-        state.window.end(group.id)
+        state.end_group(group)
 
 
 @_change.register
@@ -249,7 +236,7 @@ def _(event: ev.PromptDropped, state: HubState) -> None:
     for sample in rows:
         state.end_lease(group.row_id(sample), group.rows[sample])
     ready = group.row_ids(_READY)
-    state.tokens.evicted += _take_out(group, state)
+    state.tokens.evicted += state.take_tokens(group)
     state.account.failed += len(rows)
     state.failures[event.reason] += len(rows)
     state.account.evicted += len(ready)
@@ -274,7 +261,7 @@ def _(event: ev.RowFailed, state: HubState) -> None:
     group = state.groups[event.row.group]
     state.queue.update(group)
     state.window.row_ready()
-    _end_group(group, state)
+    state.end_group(group)
     if all(row.status is _FAILED for row in group.rows):
         del state.groups[group.id]
         state.window.drop(group.id)
@@ -375,7 +362,7 @@ def _(event: ev.GroupFiltered, state: HubState) -> None:
     state.release(group.row_ids(_READY))
     assert group.is_complete and group.step is None, f"group {event.group} cannot be filtered"
     num_ready = len(group.samples(_READY))
-    state.tokens.filtered += _take_out(group, state)
+    state.tokens.filtered += state.take_tokens(group)
     state.account.filtered += num_ready
     state.losses.filter(num_ready)
 
@@ -400,7 +387,7 @@ def _(event: ev.Trained, state: HubState) -> None:
     if state.tasks:
         state.release(row_id for group in groups for row_id in group.row_ids(_READY))
     state.account.trained += len(rows)
-    state.tokens.trained += sum([_take_out(group, state) for group in groups])
+    state.tokens.trained += sum([state.take_tokens(group) for group in groups])
     state.tokens_trained += sum([row.num_tokens for row in rows])
     state.staleness.update([event.step - row.version for row in rows])
     state.versions_per_trajectory.update([row.num_versions for row in rows])

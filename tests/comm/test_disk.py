@@ -59,7 +59,7 @@ def test_a_new_file_waits_while_its_folder_is_read_only(
         with pytest.raises(OSError, match="Read-only"):
             raise_if_unwritable(disk)
     starter.join(60)
-    opened[0].close()
+    opened[0].end(None)
     refused, again = capsys.readouterr().out.splitlines()
     assert refused.startswith(f"run.dir is read-only: {disk / 'tensorboard'} cannot be written")
     assert "can be written again" in again
@@ -80,7 +80,7 @@ def test_a_new_file_waits_for_an_inode_and_the_message_names_inodes(
         starter.join(60)
         (board,) = opened
         board.step(3, {"loss": 1.0}, {})
-        board.close()
+        board.end(None)
         said.clear()
         taken = use_up_inodes(disk)
         with pytest.raises(DiskFull, match="no inode free for another file, with [0-9,]+ bytes free"):

@@ -117,12 +117,12 @@ def dying_before_metrics(fleet: Fleet, recipe: Recipe) -> None:
     assert trainer.recorder is not None
     write = trainer.recorder.log.write
 
-    def die(step: int, metrics: Any, histograms: Any) -> None:
+    def die(step: int, metrics: Any, histograms: Any = None) -> None:
         if step == 1:
             raise Died
         write(step, metrics, histograms)
 
-    trainer.recorder.log.write = die
+    trainer.recorder.log.write = die  # type: ignore[method-assign]
     run_until_death(trainer, fleet)
 
 

@@ -123,7 +123,7 @@ class RunRecorder:
             facts["warnings"] = [*self.alarms.warnings.values()]
         if unbeaten := unbeaten_line(self.best, self.scores, saved):
             facts["best"] = unbeaten
-        self.log.close({name: fact for name, fact in facts.items() if not isinstance(fact, str)})
+        self.log.close({name: fact for name, fact in facts.items() if isinstance(fact, float | int)})
         self.samples.close()
         self.mailbox.send("hub", TrainingDone(facts))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.hub_scene import Scene
@@ -32,7 +33,8 @@ class Starving(Scene):
 
     def report(self, sender: str, **load: int) -> None:
         counts = {"version": 0, "num_running": 1, "num_waiting": 0, "num_at_tools": 0, "peak_running": 10} | load
-        load_report = LoadReport(**counts, kv_util=0.0, tokens=0, busy_s=1.0, idle_s=0.0, pull_s=0.0, batch_bound=16)  # pyright: ignore[reportCallIssue]
+        facts: dict[str, Any] = {**counts, "kv_util": 0.0, "tokens": 0, "busy_s": 1.0, "idle_s": 0.0, "pull_s": 0.0}
+        load_report = LoadReport(**facts, batch_bound=16)
         self.say(sender, load_report)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.hub_scene import Scene
@@ -38,7 +39,7 @@ class Watched:
             self.scene.hub.handle(Envelope(sender, message))
 
     def load(self, sender: str, tokens: int = 0, *, busy_s: float = 0.0, **facts: int) -> None:
-        known = {"version": 0, "num_running": 0, "num_waiting": 0} | facts
+        known: dict[str, Any] = {"version": 0, "num_running": 0, "num_waiting": 0} | facts
         self.say(sender, LoadReport(**known, kv_util=0.0, tokens=tokens, busy_s=busy_s, idle_s=0.0, pull_s=0.0))
 
     def report(self) -> StatusReport:

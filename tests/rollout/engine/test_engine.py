@@ -301,7 +301,7 @@ def test_a_trajectory_continues_under_weights_that_change_midway(llama, tmp_path
         engine.add_group(prompt, params, [number])
     for _ in range(9):
         engine.step()
-    before = dict(engine.unfinished())
+    before = {live.trajectory_id: live.num_tokens for live in engine.unfinished()}
     engine.recompute()
     assert (engine.num_running, engine.num_waiting) == (0, 6)
     weights = dict(second.named_parameters())
@@ -310,7 +310,7 @@ def test_a_trajectory_continues_under_weights_that_change_midway(llama, tmp_path
             tensor.copy_(weights[name])
     engine.weights_changed()
     done = {c.trajectory_id: c for c in iter_until_idle(engine)}
-    assert dict(engine.unfinished()) == {} and engine.pool.num_free == engine.pool.num_pages - 1
+    assert engine.unfinished() == [] and engine.pool.num_free == engine.pool.num_pages - 1
     for number, prompt in enumerate(prompts):
         kept = before[number] - len(prompt)
         assert len(done[number].token_ids) == 24 and 0 <= kept < 24

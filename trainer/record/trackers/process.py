@@ -115,7 +115,7 @@ class TrackedRun:
             )
 
 
-class Watch:
+class Guard:
     """A thread that ends the process when it may not go on, and tells of a call that lasts long."""
 
     def __init__(self, setting: str, parent: int) -> None:
@@ -125,7 +125,9 @@ class Watch:
         """Time on the monotonic clock."""
         self.call_since = float("inf")
         """Since when the package has had the present call."""
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="guard", daemon=True).start()
 
     def _run(self) -> None:
         is_said = False
@@ -144,10 +146,11 @@ def main() -> None:
     name, run_dir, past_bytes, parent = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM):  # the trainer decides, and may have to tell its last steps
         signal.signal(number, signal.SIG_IGN)
-    watch = Watch(f"run.report_to={name}", int(parent))
+    guard = Guard(f"run.report_to={name}", int(parent))
+    guard.start()
     lines = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a package that asks for a password gets none
-    watch.call_since = time.monotonic()
+    guard.call_since = time.monotonic()
     try:
         run = TrackedRun(name, Path(run_dir), int(past_bytes))
         _, config, changed = json.loads(next(lines))
@@ -157,7 +160,7 @@ def main() -> None:
             f"warning: run.report_to={name}: the run goes on without it ({in_words(error)}); metrics.jsonl has all numbers"
         )
         leave(SAID)
-    watch.call_since = float("inf")
+    guard.call_since = float("inf")
     results: dict[str, float] | None = None
     for line in lines:
         call, *arguments = json.loads(line)
@@ -166,14 +169,14 @@ def main() -> None:
             break
         if call == "step":
             arguments[2] = {each: Histogram(*parts) for each, parts in arguments[2].items()}
-        watch.call_since = time.monotonic()
+        guard.call_since = time.monotonic()
         run.call(call, *arguments)
-        watch.call_since = float("inf")
-    watch.ends_at = time.monotonic() + (_LEAVE_S if results is None else END_S)
+        guard.call_since = float("inf")
+    guard.ends_at = time.monotonic() + (_LEAVE_S if results is None else END_S)
     run.call("end", results)
     run.tell_failures()
     signal.alarm(
-        max(1, int(watch.ends_at - time.monotonic()))
+        max(1, int(guard.ends_at - time.monotonic()))
     )  # the package's own work at exit, such as the removal of its files
     sys.exit(0)
 

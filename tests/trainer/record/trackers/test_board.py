@@ -64,7 +64,8 @@ def test_a_histogram_has_its_edges_and_counts(folder: Path):
 
 
 def test_the_page_of_custom_scalars_has_the_groups_of_charts(folder: Path):
-    layout = json.loads(CustomScalarsPlugin(of_plugins(folder)).layout_impl(context.RequestContext(), ""))
+    text: Any = CustomScalarsPlugin(of_plugins(folder)).layout_impl(context.RequestContext(), "")
+    layout = json.loads(text)
     assert [group["title"] for group in layout["category"]] == ["learning", "health", "speed"]
     charts = {chart["title"]: chart["multiline"]["tag"] for group in layout["category"] for chart in group["chart"]}
     assert charts == {title: [*tags] for group in LAYOUT.values() for title, tags in group.items()}
@@ -76,8 +77,9 @@ def test_the_page_of_hyperparameters_has_the_changed_settings_and_the_final_rewa
     experiment = tensorboard.experiment_from_metadata(context.RequestContext(), "", True, metadata, [])
     assert {info.name for info in experiment.hparam_infos} == {*CHANGED}
     assert {info.name.tag for info in experiment.metric_infos} == {"reward_first", "reward_last"}
-    wanted: Any = api_pb2.ListSessionGroupsRequest(
-        allowed_statuses=[api_pb2.STATUS_SUCCESS, api_pb2.STATUS_UNKNOWN],
+    api: Any = api_pb2  # generated, which type checkers do not see
+    wanted = api.ListSessionGroupsRequest(
+        allowed_statuses=[api.STATUS_SUCCESS, api.STATUS_UNKNOWN],
         col_params=[{"metric": {"tag": "reward_last"}}],
         slice_size=10,
     )
