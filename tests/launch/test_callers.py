@@ -17,6 +17,7 @@ from headrace.comm.environment import ADDRESS_FILE
 from headrace.comm.process_tree import children_of
 from headrace.launch import audit, run
 from headrace.launch.lab import command as plan
+from headrace.launch.config.run_folder import CONFIG_FILE
 from headrace.launch.processes.secret import SECRET_FILE
 from headrace.launch.report import replay
 from headrace.launch.status import command as ctl
@@ -52,6 +53,7 @@ def test_a_command_leaves_the_environment_of_its_caller_alone(
     for name in ("HEADRACE_STORE", "HEADRACE_SECRET", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / CONFIG_FILE).touch()
     (tmp_path / ADDRESS_FILE).write_text(f"127.0.0.1:{free_ports(1)[0]}")
     (tmp_path / SECRET_FILE).parent.mkdir()
     (tmp_path / SECRET_FILE).write_text("a secret")
