@@ -16,8 +16,8 @@ from support.source_tree import ROOT
 from headrace.comm.environment import ADDRESS_FILE
 from headrace.comm.process_tree import children_of
 from headrace.launch import audit, run
-from headrace.launch.lab import command as plan
 from headrace.launch.config.run_folder import CONFIG_FILE
+from headrace.launch.lab import command as plan
 from headrace.launch.processes.secret import SECRET_FILE
 from headrace.launch.report import replay
 from headrace.launch.status import command as ctl
