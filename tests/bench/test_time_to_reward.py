@@ -68,10 +68,11 @@ def test_the_table_multiplies_steps_and_seconds(tmp_path: Path):
     ages.mkdir()
     for age, steps in ((0, 100), (1, 200)):
         (ages / f"{age}.json").write_text(json.dumps(cell(age, rise(steps, age))))
-    fast = run_of(tmp_path / "headrace", 36.0, {"1": 0.5, "2": 0.5})
+    fast = run_of(tmp_path / "headrace-4-64gpus-512groups-7rollout", 36.0, {"1": 0.5, "2": 0.5})
     slow = run_of(tmp_path / "sync", 72.0, {"0": 1.0})
     text = table(ages, [slow, fast], [0.5], 1)
     assert "| digits, 50% | 0.500 | 50 | 100 |" in text
+    assert "| task, share of the gain | sync (0.0) | headrace-4, 64 GPUs (1.5) |" in text
     assert "| digits, 50% | 1.00 h | >1.00 h |" in text  # a staleness of 1.5 was not measured
 
 

@@ -14,6 +14,7 @@ mean staleness. Above the highest age there is no line: the steps of that age ar
 
 import argparse
 import json
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,7 @@ def table(ages: Path, runs: Sequence[Path], shares: Sequence[float], window: int
         raise SettingError(
             f"{ages}: no cell of age 0 with the variant `default`; run python -m bench.fixed_age {ages} --ages 0,..."
         )
-    figures = {run.name: _figures(run) for run in runs}
+    figures = {label(run): _figures(run) for run in runs}
     lines = [["task, share of the gain", "reward", *(f"age {age:g}" for age in _ages(cells))]]
     hours = [["task, share of the gain", *(f"{name} ({each.mean_staleness:.1f})" for name, each in figures.items())]]
     for task in dict.fromkeys(cell["task"] for cell in cells):
@@ -68,6 +69,12 @@ def table(ages: Path, runs: Sequence[Path], shares: Sequence[float], window: int
         "\n".join(f"| {' | '.join(line)} |" for line in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
         for rows in (lines, hours)
     )
+
+
+def label(run: Path) -> str:
+    """What the table calls a run: its schedule and its number of GPUs, from the name that `compare` gives the folder."""
+    found = re.match(r"(.+)-(\d+)gpus", run.name)
+    return f"{found[1]}, {found[2]} GPUs" if found else run.name
 
 
 def smoothed(curve: Sequence[float], window: int) -> list[float]:
@@ -122,7 +129,7 @@ def _hours(steps: Mapping[float, float], figures: Figures) -> str:
 def _figures(run: Path) -> Figures:
     try:
         return msgspec.json.decode((run / RESULT_FILE).read_bytes(), type=Figures)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise SettingError(f"{run} is not the folder of a finished run of compare: it has no {RESULT_FILE}") from None
 
 
