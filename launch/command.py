@@ -26,6 +26,7 @@ COMMANDS = {
     "numerics": Command(
         "numerics", "compares the log-probs of generator and trainer on a model: headrace numerics MODEL"
     ),
+    "serve": Command("serve", "answers OpenAI's HTTP API with a model: headrace serve RUN|MODEL"),
     "status": Command("ctl:status", "prints how far a running job is: headrace status RUN"),
     "view": Command("report.viewer.command", "shows samples and metrics of a run on a local page: headrace view RUN"),
     "ctl": Command("ctl", "gives a running job an order: headrace ctl RUN drain ROLLOUT, or stop"),
