@@ -39,7 +39,7 @@ def make_app(front: Front, access: Access) -> Starlette:
     paths: list[str] = []
 
     def route(path: str, handler: Handler, method: str) -> Route:
-        paths.append(f"{method} {path}")
+        paths.append(f"{method} {path.replace(':path', '')}")
         return Route(path, _guarded(handler, access), methods=[method])
 
     async def models(_: Request) -> Response:

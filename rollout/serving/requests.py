@@ -63,14 +63,12 @@ class Sampling:
     max_tokens_name: str
     """The field that gave it."""
 
-    def params(self, num_prompt: int, context: int) -> SamplingParams:
-        """The engine's parameters for a prompt of so many tokens. Raises `RequestRefused` where the context has no room."""
+    def params(self, field: str, num_prompt: int, context: int) -> SamplingParams:
+        """The engine's parameters for a prompt of so many tokens in `field`. Raises `RequestRefused` without room in the context."""
         room = context - num_prompt
         if room < 1:
-            problem = (
-                f"the prompt has {num_prompt} tokens, and the context of this model holds {context} with the response"
-            )
-            raise RequestRefused(problem, code="context_length_exceeded")
+            problem = f"{num_prompt} tokens leave no room for a response in the context of {context}"
+            raise RequestRefused(problem, field, code="context_length_exceeded")
         if self.max_tokens is not None and self.max_tokens > room:
             problem = (
                 f"{self.max_tokens} tokens after a prompt of {num_prompt} do not fit the context of {context};"
