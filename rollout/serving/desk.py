@@ -136,9 +136,13 @@ class Desk:
 
     # -------------------------------------------------------------------------------------------- the generator's thread
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a request or a cancellation."""
-        self._has_work.wait(timeout_s)
+    def turn(self, generator: ServedGenerator, wait_s: float) -> None:
+        """Begin and drop sequences, then take a step of the generator; where it has none, wait for a request so long."""
+        self.admit(generator)
+        if generator.idle:
+            self._has_work.wait(wait_s)
+        else:
+            self.deliver(generator, generator.step())
 
     @property
     def num_served(self) -> int:

@@ -62,11 +62,7 @@ class LocalServer:
         """Generate for the requests until `is_ended`, or an exception such as `KeyboardInterrupt`."""
         while not is_ended():
             self.http.check()
-            self.desk.admit(self.engine)
-            if self.engine.idle:
-                self.desk.wait(_IDLE_S)
-            else:
-                self.desk.deliver(self.engine, self.engine.step())
+            self.desk.turn(self.engine, _IDLE_S)
 
     def close(self) -> None:
         """End the connections."""

@@ -153,7 +153,7 @@ def message_of(text: str, *, parses_calls: bool) -> Message:
 def chat_message(message: Message) -> Json:
     """A message as an answer contains it: the arguments of calls are JSON in a text."""
     calls = message.get("tool_calls")
-    found = {"role": "assistant", "content": message["content"]}
+    found: Json = {"role": "assistant", "content": message["content"]}
     if calls:
         found["content"] = message["content"] if message["content"].strip() else None
         found["tool_calls"] = [_call(call) for call in calls]
