@@ -1,10 +1,13 @@
 """The text of a response as far as it is certain, while its tokens still come."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 _CUT = "\ufffd"
 """What a tokenizer writes for a character whose bytes have not all come."""
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""A token of one byte. Bytes in a row are decoded together: if they are not characters, none of them is."""
 
 
 class TextStream:
@@ -28,7 +31,7 @@ class TextStream:
         self._token_ids += token_ids
         before = self._decode(self._token_ids[self._start : self._read])
         now = self._decode(self._token_ids[self._start :])
-        if len(now) > len(before) and not now.endswith(_CUT):
+        if len(now) > len(before) and not now.endswith(_CUT) and not self._ends_with_byte():
             self._text += now[len(before) :]
             self._start = self._read
             self._read = len(self._token_ids)
@@ -43,6 +46,10 @@ class TextStream:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _ends_with_byte(self) -> bool:
+        token = self._tokenizer.convert_ids_to_tokens(self._token_ids[-1])
+        return token is not None and _BYTE.fullmatch(token) is not None
 
     def _certain(self) -> int:
         """Characters of the text before a mark, or before what may become one."""

@@ -39,6 +39,8 @@ class ScriptedGenerator:
     script: Sequence[int] = ()
     logprob: float = -0.5
     text_of: Callable[[list[int]], str] = str
+    reason: str = "stop"
+    """Why a scripted response ends."""
     live: dict[int, SequenceState] = field(default_factory=dict)
     may_step: threading.Event = field(default_factory=threading.Event)
     """Cleared, it makes no progress."""
@@ -78,7 +80,7 @@ class ScriptedGenerator:
         if len(tokens) < length:
             return None
         del self.live[state.trajectory_id]
-        reason = "stop" if self.script else "length"
+        reason = self.reason if self.script else "length"
         return Completion(state.trajectory_id, state.prompt_ids, tokens, logprobs, reason, self.text_of(tokens))
 
 

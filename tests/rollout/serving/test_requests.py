@@ -123,7 +123,14 @@ def test_an_unknown_field_names_the_nearest_and_an_unknown_model_is_not_found():
 
 
 def test_values_that_ask_for_nothing_are_accepted():
-    chat(frequency_penalty=0, presence_penalty=0.0, logit_bias={}, top_logprobs=0, user="me", response_format={"type": "text"})
+    chat(
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        logit_bias={},
+        top_logprobs=0,
+        user="me",
+        response_format={"type": "text"},
+    )
     chat(unknown_but_null=None, parallel_tool_calls=True, store=False, tools=[], tool_choice="none")
 
 
@@ -183,7 +190,11 @@ def test_a_text_completion_refuses(fields: dict[str, Any]):
 
 
 def test_a_generation_from_ids_has_its_parameters_inside():
-    body = {"model": "policy", "token_ids": [1, 2], "sampling_params": {"max_tokens": 5, "logprobs": 1, "stop_token_ids": [9]}}
+    body = {
+        "model": "policy",
+        "token_ids": [1, 2],
+        "sampling_params": {"max_tokens": 5, "logprobs": 1, "stop_token_ids": [9]},
+    }
     asked = read_ids(body, "policy")
     assert asked.prompt == [1, 2]
     assert asked.sampling.params("token_ids", 2, 100).stop == (9,)
