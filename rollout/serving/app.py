@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
 """Most bytes of a request's body."""
-_DRAINED_BYTES = 256 << 20
+DRAINED_BYTES = 256 << 20
 """Bytes of a body that is too large which are read all the same: a client that still sends does not read an answer."""
 BODY_S = 60.0
 """Longest time in which a body arrives."""
@@ -159,7 +159,7 @@ async def _read_json(request: Request) -> dict[str, Any]:
         raise RequestRefused(problem, status=415, code="wrong_content_type")
     try:
         value = msgspec.json.decode(await _read_body(request))
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not JSON: {error}", code="not_json") from error
     if not isinstance(value, dict):
         raise RequestRefused("the body must be a JSON object", code="not_an_object")
@@ -169,7 +169,7 @@ async def _read_json(request: Request) -> dict[str, Any]:
 async def _read_body(request: Request) -> bytes:
     too_large = RequestRefused(f"the body has more than {MOST_BYTES} bytes", status=413, code="body_too_large")
     declared = request.headers.get("content-length", "0")
-    if int(declared) > (MOST_BYTES if "expect" in request.headers else _DRAINED_BYTES):
+    if int(declared) > (MOST_BYTES if "expect" in request.headers else DRAINED_BYTES):
         raise too_large
     body = bytearray()
     num_read = 0
@@ -179,7 +179,7 @@ async def _read_body(request: Request) -> bytes:
                 num_read += len(chunk)
                 if num_read <= MOST_BYTES:
                     body += chunk
-                elif num_read > _DRAINED_BYTES:
+                elif num_read > DRAINED_BYTES:
                     break
     except TimeoutError as error:
         raise RequestRefused(f"the body took longer than {BODY_S:g} s", status=408, code="slow_body") from error

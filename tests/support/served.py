@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from support.closing import at_end
@@ -72,16 +72,14 @@ class ScriptedGenerator:
         return [self.live.pop(number) for number in trajectory_ids]
 
     def _advance(self, state: SequenceState) -> Completion | None:
-        length = len(self.script) or state.params.max_new_tokens
-        token = self.script[len(state.token_ids)] if self.script else 4
-        tokens = [*state.token_ids, token]
-        logprobs = [*state.logprobs, self.logprob]
-        self.live[state.trajectory_id] = replace(state, token_ids=tokens, logprobs=logprobs)
-        if len(tokens) < length:
+        tokens = state.token_ids
+        tokens.append(self.script[len(tokens)] if self.script else 4)
+        state.logprobs.append(self.logprob)
+        if len(tokens) < (len(self.script) or state.params.max_new_tokens):
             return None
         del self.live[state.trajectory_id]
         reason = self.reason if self.script else "length"
-        return Completion(state.trajectory_id, state.prompt_ids, tokens, logprobs, reason, self.text_of(tokens))
+        return Completion(state.trajectory_id, state.prompt_ids, tokens, state.logprobs, reason, self.text_of(tokens))
 
 
 @dataclass
