@@ -8,7 +8,7 @@ from contextlib import closing
 from importlib.util import find_spec
 
 from ..comm.environment import sleeping_threads
-from ..comm.errors import SettingError
+from ..comm.errors import HeadraceError, SettingError
 from .command_line import CommandParser, exit_code
 
 KEY_VARIABLE = "HEADRACE_API_KEY"
@@ -61,6 +61,12 @@ def _serve(given: argparse.Namespace) -> None:
             _run(given)
         except KeyboardInterrupt:
             print(flush=True)
+        except RuntimeError as error:
+            from .processes.full_gpu import describe_full_gpu, is_full_gpu
+
+            if not is_full_gpu(error):
+                raise
+            raise HeadraceError(describe_full_gpu("rollout", error)) from error
 
 
 def _run(given: argparse.Namespace) -> None:

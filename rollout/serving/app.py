@@ -136,7 +136,7 @@ def _guarded(handler: Handler, access: Access) -> Handler:
             return Response(status_code=499)  # nobody reads it
         except Exception:
             log.exception("a request to %s failed", request.url.path)
-            return _refusal(RequestRefused("the server failed; its log says why", status=500, code="internal_error"))
+            return _refusal(RequestRefused.internal())
 
     return guarded
 

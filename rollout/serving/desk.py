@@ -117,7 +117,11 @@ class Desk:
     # ------------------------------------------------------------------------------------------------ the front's thread
 
     def submit(self, ticket: Ticket) -> None:
-        """Queue a request. Raises `RequestRefused` with the status 429 where too many wait."""
+        """Queue a request. Raises `RequestRefused`, with the status 429 where too many wait."""
+        if ticket.num_samples > self._most_samples:
+            raise RequestRefused(
+                f"{ticket.num_samples} responses; this server takes {self._most_samples} at a time", "n"
+            )
         if self.num_samples + ticket.num_samples > self._most_samples:
             problem = (
                 f"{self.num_samples} responses wait or run, and this server takes {self._most_samples}; try again later"

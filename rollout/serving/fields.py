@@ -28,6 +28,11 @@ class RequestRefused(HeadraceError):
         self.status = status
         self.code = code
 
+    @classmethod
+    def internal(cls) -> "RequestRefused":
+        """The answer where the server is wrong."""
+        return cls("the server failed; its log says why", status=500, code="internal_error")
+
     def body(self) -> dict[str, Any]:
         """The answer's JSON."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"

@@ -1,6 +1,7 @@
 """The work behind the routes: a request is read, its sequences go to the desk, and the answer is written whole or as a stream."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from .messages import Message
 from .requests import AnswerForm, Sampling, read_chat, read_ids, read_text
 from .responses import TOOL_MARK, Answer, TokenTexts, message_of
 from .text_stream import TextStream
+
+log = logging.getLogger(__name__)
 
 _STREAM_END = b"data: [DONE]\n\n"
 Json = Mapping[str, Any]
@@ -100,6 +103,9 @@ class Front:
                 yield _event(part)
         except RequestRefused as error:
             yield _event(error.body())
+        except Exception:
+            log.exception("a stream failed")
+            yield _event(RequestRefused.internal().body())
         yield _STREAM_END
 
     async def _parts(self, work: Work) -> AsyncIterator[Json]:

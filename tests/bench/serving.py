@@ -37,7 +37,8 @@ def serving(name: str, options: Options) -> list[Measurement]:
         server.close()
     scale = 1e6 / (CLIENTS * TOKENS)
     return [
-        Measurement(row, "Engine.generate", spent * scale, "us/token", spent / by_engine) for row, spent in found.items()
+        Measurement(row, "Engine.generate", spent * scale, "us/token", spent / by_engine)
+        for row, spent in found.items()
     ]
 
 

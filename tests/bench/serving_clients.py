@@ -1,6 +1,6 @@
 """The clients of the benchmark of `headrace serve`: plain sockets, in a process without torch.
 
-    python -m bench.serving_clients PORT true|false        whether the answers are streams
+python -m bench.serving_clients PORT true|false        whether the answers are streams
 """
 
 import asyncio

@@ -157,6 +157,7 @@ def test_too_many_requests_are_told_to_come_back():
     waiting = served.connect()
     waiting.sendall(request_of(CHAT_PATH, body))
     served.wait_until(lambda: served.desk.num_samples == 2)
+    assert served.ask(CHAT_PATH, {**body, "n": 4}).status == 400, "it will never fit"
     reply = served.ask(CHAT_PATH, body)
     assert (reply.status, reply.body["error"]["code"], reply.headers["retry-after"]) == (429, "too_many_requests", "1")
     generator.may_step.set()
