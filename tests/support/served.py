@@ -161,11 +161,18 @@ def serve(
     timeout_s: float = PATIENCE_S,
     data: DataSettings = CHAT,
     version: int = 7,
+    send_buffer: int = 0,
 ) -> Served:
-    """A front on a generator, until the end of the test. The generator works in a thread of its own."""
+    """A front on a generator, until the end of the test. The generator works in a thread of its own.
+
+    send_buffer: bytes that the kernel keeps for a client that does not read; 0 for its default.
+    """
     desk = Desk(most_samples)
     model = ServedModel("policy", version, context, vocab_size, tokenizer, data)
-    http_thread = HttpThread(make_app(Front(model, desk, timeout_s), Access("127.0.0.1", keys)), listen("127.0.0.1", 0))
+    opened = listen("127.0.0.1", 0)
+    if send_buffer:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    http_thread = HttpThread(make_app(Front(model, desk, timeout_s), Access("127.0.0.1", keys)), opened)
     is_ended = threading.Event()
 
     def work() -> None:
