@@ -84,9 +84,11 @@ class Ticket:
 
     async def next(self, timeout_s: float) -> Piece:
         """The next piece. Raises `TimeoutError`."""
-        while not self._pieces:
-            self._arrival = asyncio.get_running_loop().create_future()
-            await asyncio.wait_for(self._arrival, timeout_s)
+        # `asyncio.wait_for` would lose a cancellation that comes together with a piece (Python 3.11).
+        async with asyncio.timeout(timeout_s):
+            while not self._pieces:
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
         return self._pieces.popleft()
 
 

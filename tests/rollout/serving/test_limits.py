@@ -1,5 +1,6 @@
 """Who may ask, how much, and for how long; and what clients leave behind that go away: nothing."""
 
+import http.client
 import json
 import os
 import socket
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.closing import hang_up
+from support.closing import at_end, hang_up
 from support.policies import character_tokenizer
 from support.served import PATIENCE_S, ScriptedGenerator, Served, serve
 
@@ -217,10 +218,14 @@ def test_a_client_that_does_not_read_blocks_nobody_and_is_cut(monkeypatch: pytes
 
 def test_requests_on_one_connection_follow_one_another():
     served = front()
-    connection = served.connect()
-    for _ in range(3):
-        connection.sendall(request_of(CHAT_PATH, {**HELLO, "max_tokens": 2}))
-        assert b"200 OK" in connection.recv(1 << 16)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
+    at_end(connection.close)
+    for streams in (False, True, False):
+        body = json.dumps({**HELLO, "max_tokens": 2, "stream": streams})
+        connection.request("POST", CHAT_PATH, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read()
+        assert connection.sock is not None, "the server keeps it open"
     served.wait_until(lambda: served.desk.num_samples == 0)
 
 
