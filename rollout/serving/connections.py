@@ -24,9 +24,8 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         self._idle_since = self.loop.time()
         self._await_headers()
-        idle = [each for each in self.connections if isinstance(each, BoundedConnection) and not each.is_busy]
         if len(self.connections) > MOST_CONNECTIONS:
-            min(idle, key=lambda each: each._idle_since).transport.abort()
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -64,6 +63,14 @@ class BoundedConnection(H11Protocol):
     def is_busy(self) -> bool:
         """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle for longest; one that is closing already makes its own room."""
+        here = [each for each in self.connections if isinstance(each, BoundedConnection)]
+        open_ones = [each for each in here if not each.transport.is_closing()]
+        if len(open_ones) > MOST_CONNECTIONS:
+            idle = [each for each in open_ones if not each.is_busy]
+            min(idle, key=lambda each: each._idle_since).transport.abort()
 
     def _await_headers(self) -> None:
         self._headers_timer = self.loop.call_later(HEADERS_S, self.transport.abort)

@@ -93,11 +93,12 @@ class Answer:
         choice: Json = {"index": piece.sample}
         reason = piece.end.finish_reason if piece.end else None
         if self.kind == "chat.completion":
-            choice["delta"] = {"content": text} if text else {}
+            delta: Json = {"content": text} if text else {}
+            choice["delta"] = delta
             if message is not None:
                 reason = finish_reason(piece, message)
                 if calls := message.get("tool_calls"):
-                    choice["delta"]["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls)]
+                    delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls)]
         else:
             choice["text"] = text
             if self.form.with_ids and is_first:

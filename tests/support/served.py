@@ -98,7 +98,7 @@ class Served:
     port: int
     desk: Desk
     generator: Any
-    http: HttpThread
+    thread: HttpThread
     key: str = ""
 
     @property

@@ -35,7 +35,7 @@ def scripted(text: str, **settings: Any) -> Served:
     """A front whose model always answers with this text."""
     tokenizer = character_tokenizer()
     tokens = [*tokenizer.encode(text, add_special_tokens=False), 2]
-    generator = ScriptedGenerator(tokens, text_of=lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    generator = ScriptedGenerator(tokens, text_of=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
     return serve(generator, tokenizer, **settings)
 
 

@@ -236,7 +236,7 @@ def test_a_server_that_ends_ends_its_answers():
     waiting = served.connect()
     waiting.sendall(request_of(CHAT_PATH, HELLO))
     served.wait_until(lambda: served.desk.num_samples == 1)
-    served.http.close()
+    served.thread.close()
     assert b"200 OK" not in waiting.recv(100)
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", served.port), 1)

@@ -65,7 +65,7 @@ def test_streams(client: openai.OpenAI):
 def test_tools(streams: bool):
     tokenizer = character_tokenizer()
     script = [*tokenizer.encode(CALL, add_special_tokens=False), 2]
-    generator = ScriptedGenerator(script, text_of=lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    generator = ScriptedGenerator(script, text_of=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
     client = client_of(serve(generator, tokenizer, keys=[KEY], context=1000).url)
     fields: Any = {"model": "policy", "messages": HELLO, "tools": [TOOL], "tool_choice": "auto"}
     if streams:
