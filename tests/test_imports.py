@@ -36,6 +36,7 @@ FOLDERS = (
     ("rollout.engine", "rollout.tensor_parallel", "rollout.generators", "rollout.migration"),
     ("rollout.engine", "rollout.user_code", "rollout.rewards", "rollout.generators"),
     ("rollout.user_code", "rollout.environments", "rollout.generators"),
+    ("rollout.engine", "rollout.generators", "rollout.serving"),
     ("launch.config", "launch.processes"),
 )
 """Folders of one floor, lowest first."""

@@ -60,6 +60,8 @@ CATALOGUE = (
     Workload("100m-bf16", *_GENERATOR, f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
     Workload("natural-bf16", "instruct", "instruct.natural", f"a chat model (--policy), responses of natural length: {_PEERS}"),
     Workload("natural-fp32", "instruct", "instruct.natural", "the same in float32"),
+    Workload("serving", "generator", "serving.serving",
+             "64 clients of `headrace serve` (--policy): CPU time of a token over Engine.generate's", ("serving", "serving-stream")),
     Workload("0.5b-bf16-gpu", *_GENERATOR, f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("1.5b-bf16-gpu", *_GENERATOR, f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("trainer-step", "trainer", "trainer.beside_trl",

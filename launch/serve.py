@@ -1,0 +1,105 @@
+"""`headrace serve`: answers OpenAI's HTTP API with a model, without a run."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from importlib.util import find_spec
+
+from ..comm.environment import sleeping_threads
+from ..comm.errors import HeadraceError, SettingError
+from .command_line import CommandParser, exit_code
+
+KEY_VARIABLE = "HEADRACE_API_KEY"
+"""The environment variable of a key, which other users of the machine do not see, unlike a word of the command line."""
+_EFFECTIVE = ("generator.", "model.dtype=", "data.chat_template=", "data.chat_template_kwargs=")
+"""Settings that have an effect on a server."""
+_PAGE = f"""\
+Answers OpenAI's HTTP API with a model, until Ctrl-C.
+
+usage: headrace serve MODEL [KEY=VALUE ...] [OPTIONS]
+
+MODEL is a run folder (its newest checkpoint), a checkpoint, a model in Hugging Face format, a name on the Hub, or a recipe (the
+model that its run begins with). KEY=VALUE are settings of generator, model.dtype, data.chat_template and data.chat_template_kwargs:
+
+    headrace serve runs/mine
+    headrace serve MODEL --port 8001 generator.max_running=16
+    {KEY_VARIABLE}=... headrace serve MODEL --host 0.0.0.0
+
+  --host ADDRESS   the address to listen on, by default 127.0.0.1; beyond this machine only with a key
+  --port PORT      by default 8000; 0 takes a free one
+  --api-key KEY    a key that requests must show, may be repeated; better set {KEY_VARIABLE}, which other users do not see
+  --name NAME      the model's name in requests, by default MODEL
+  --timeout S      longest time of one request in seconds, by default 600
+
+Exit codes: 0 after Ctrl-C or SIGTERM, 2 for a mistake.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Serve the model that the words name; returns the exit code."""
+    parser = CommandParser("serve", page=lambda: _PAGE)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--name")
+    parser.add_argument("--timeout", type=float, default=600.0)
+    return exit_code(lambda: _serve(parser.parse_intermixed_args(words)))
+
+
+def _serve(given: argparse.Namespace) -> None:
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise SettingError(f"headrace serve needs {' and '.join(missing)}: pip install 'headrace[serve]'")
+    if not 0 < given.timeout < float("inf"):
+        raise SettingError(f"--timeout must be above 0, not {given.timeout:g}")
+    from .processes.signals import interrupted_by_sigterm
+
+    with sleeping_threads(), interrupted_by_sigterm():
+        try:
+            _run(given)
+        except KeyboardInterrupt:
+            print(flush=True)
+        except RuntimeError as error:
+            from .processes.full_gpu import describe_full_gpu, is_full_gpu
+
+            if not is_full_gpu(error):
+                raise
+            raise HeadraceError(describe_full_gpu("rollout", error)) from error
+
+
+def _run(given: argparse.Namespace) -> None:
+    from ..comm.disk import say
+    from ..rollout.serving.local_server import LocalServer, ServeOptions
+    from .config.arguments import is_setting
+    from .config.checks.recipe import check_family
+    from .config.device_defaults import with_device_defaults
+    from .config.gpus import Gpus
+    from .config.model_files import ModelFiles
+    from .config.named_model import read_named
+
+    settings = [word for word in given.words if is_setting(word)]
+    if idle := [word for word in settings if not word.startswith(_EFFECTIVE)]:
+        raise SettingError(
+            f"{idle[0].partition('=')[0]} has no effect on a server; --help lists the settings that have one"
+        )
+    model, recipe = read_named(given.words)
+    recipe = with_device_defaults(recipe, Gpus.of_this_host())
+    check_family(recipe.generator, recipe.algorithm, ModelFiles.read(model.path).folder)
+    word = next(word for word in given.words if word not in settings)
+    keys = [*given.api_key, *([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else [])]
+    options = ServeOptions(given.name or word, given.host, given.port, keys, given.timeout)
+    say(f"loading {model.path}")
+    with closing(LocalServer(recipe, model.step, options)) as server:
+        server.start()
+        host = f"[{given.host}]" if ":" in given.host else given.host
+        steps = f", after {model.step} steps" if model.step else ""
+        say(f"serving {options.name!r}{steps}: {server.engine.description}")
+        say(f"context {server.engine.policy.context} tokens; {server.engine.scheduler.max_running} sequences at a time")
+        say(f"http://{host}:{server.http.port}/v1  (Ctrl-C ends it)")
+        server.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""Who may ask: with keys the owner of one, without them programs of this machine alone."""
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+
+from ...comm.errors import SettingError
+from .fields import RequestRefused
+
+_PORT = re.compile(r":\d+$")
+LEAST_KEY = 8
+"""Least characters of a key."""
+
+
+class Access:
+    """Checks the headers of requests."""
+
+    def __init__(self, host: str, keys: Sequence[str]) -> None:
+        """host: the address to listen on. keys: any of them opens. Raises `SettingError` for a host beyond loopback without keys."""
+        if not keys and not is_loopback(host):
+            raise SettingError(
+                f"--host={host}: other machines reach this address, so an API key is needed: set HEADRACE_API_KEY or --api-key"
+            )
+        if any(len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+            raise SettingError(f"--api-key: a key has at least {LEAST_KEY} printable ASCII characters and no space")
+        self._digests = [_digest(key) for key in keys]
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise `RequestRefused` unless the headers, whose names are in lower case, show a key, or with no keys are of this machine."""
+        if not self._digests:
+            # A page elsewhere may have made its own name mean this machine (DNS rebinding).
+            if not is_loopback(_PORT.sub("", headers.get("host", "")).strip("[]")):
+                problem = (
+                    "without API keys this server answers under the names of this machine alone, such as 127.0.0.1"
+                )
+                raise RequestRefused(problem, status=403, code="wrong_host")
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given.strip():
+            problem = "no API key was given: send it as the header `Authorization: Bearer KEY`"
+            raise RequestRefused(problem, status=401, code="missing_api_key")
+        digest = _digest(given.strip())
+        # All are compared, in constant time, so that the answer's time says nothing about a key.
+        found = [hmac.compare_digest(digest, own) for own in self._digests]
+        if not any(found):
+            raise RequestRefused("this is not an API key of this server", status=401, code="invalid_api_key")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

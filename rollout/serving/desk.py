@@ -1,0 +1,216 @@
+"""Between the front and the generator: requests go to the thread of the generator, tokens come back. Neither waits for the other.
+
+The front submits and releases in the thread of its event loop. The thread of the generator calls `admit` before a step and
+`deliver` after it. What a step gives is sent to the loop in one call, where it waits for the clients, however slow they are: no
+response is longer than the context.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ..engine.sampling import SamplingParams
+from ..engine.sequence import Completion, SequenceProgress, SequenceState
+from ..engine.streams import stream_key
+from .fields import RequestRefused
+
+
+class ServedGenerator(Protocol):
+    """What serving needs of a generator. See `generators.base.Generator`."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds no trajectory."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Advance the trajectories; returns the finished ones."""
+        ...
+
+    def unfinished(self) -> list[SequenceProgress]:
+        """Every unfinished trajectory."""
+        ...
+
+    def responses(self) -> list[SequenceState]:
+        """Every unfinished trajectory, with its response so far."""
+        ...
+
+    def import_sequences(self, states: Sequence[SequenceState]) -> None:
+        """Begin or continue trajectories."""
+        ...
+
+    def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:
+        """Remove unfinished trajectories."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens of a response, and their log-probs; with its `end`, the whole response as the generator returned it."""
+
+    sample: int
+    """The place of the response among those of its request."""
+    token_ids: list[int]
+    logprobs: list[float]
+    end: Completion | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request on its way: prompts, each with `params.n` responses. Its pieces arrive in the thread of the event loop."""
+
+    prompts: Sequence[list[int]]
+    params: Sequence[SamplingParams]
+    """Of each prompt; each has a seed."""
+    streams: bool
+    """Whether tokens are delivered as they come, and not only with the end of a response."""
+    _pieces: deque[Piece] = field(default_factory=deque)
+    _arrival: "asyncio.Future[None] | None" = None
+
+    @property
+    def num_samples(self) -> int:
+        """Responses of all prompts."""
+        return sum(params.n for params in self.params)
+
+    def put(self, piece: Piece) -> None:
+        """Add a piece."""
+        self._pieces.append(piece)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def next(self, timeout_s: float) -> Piece:
+        """The next piece. Raises `TimeoutError`."""
+        # `asyncio.wait_for` would lose a cancellation that comes together with a piece (Python 3.11).
+        async with asyncio.timeout(timeout_s):
+            while not self._pieces:
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
+        return self._pieces.popleft()
+
+
+@dataclass(slots=True)
+class _Served:
+    """A sequence of a ticket in the generator."""
+
+    ticket: Ticket
+    sample: int
+    num_sent: int = 0
+
+
+class Desk:
+    """Requests that wait or run. `submit` and `release` belong to the front's thread, the rest to the generator's."""
+
+    def __init__(self, most_samples: int) -> None:
+        """most_samples: responses that may wait or run; a request beyond is refused, and its client told to come back."""
+        self.num_samples = 0
+        """Responses that were asked for and have not ended, as the front knows."""
+        self._most_samples = most_samples
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._new: deque[Ticket] = deque()
+        self._cancelled: deque[Ticket] = deque()
+        self._has_work = threading.Event()
+        self._served: dict[int, _Served] = {}
+        self._numbers = itertools.count()
+
+    # ------------------------------------------------------------------------------------------------ the front's thread
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a request. Raises `RequestRefused`, with the status 429 where too many wait."""
+        if ticket.num_samples > self._most_samples:
+            raise RequestRefused(
+                f"{ticket.num_samples} responses; this server takes {self._most_samples} at a time", "n"
+            )
+        if self.num_samples + ticket.num_samples > self._most_samples:
+            problem = (
+                f"{self.num_samples} responses wait or run, and this server takes {self._most_samples}; try again later"
+            )
+            raise RequestRefused(problem, status=429, code="too_many_requests")
+        self._loop = asyncio.get_running_loop()
+        self.num_samples += ticket.num_samples
+        self._new.append(ticket)
+        self._has_work.set()
+
+    def release(self, ticket: Ticket) -> None:
+        """Forget a request: it is answered, or its client has left. What is unfinished is dropped before the next step."""
+        self.num_samples -= ticket.num_samples
+        self._cancelled.append(ticket)
+        self._has_work.set()
+
+    # -------------------------------------------------------------------------------------------- the generator's thread
+
+    def turn(self, generator: ServedGenerator, wait_s: float) -> None:
+        """Begin and drop sequences, then take a step of the generator; where it has none, wait for a request so long."""
+        self.admit(generator)
+        if generator.idle:
+            self._has_work.wait(wait_s)
+        else:
+            self.deliver(generator, generator.step())
+
+    @property
+    def num_served(self) -> int:
+        """Sequences of requests in the generator."""
+        return len(self._served)
+
+    def admit(self, generator: ServedGenerator) -> None:
+        """Drop what was cancelled, and begin what is new."""
+        self._has_work.clear()
+        # In this order: what is cancelled was submitted before, so it is among the new ones or the served ones by now.
+        gone: set[Ticket] = set()
+        while self._cancelled:
+            gone.add(self._cancelled.popleft())
+        while self._new:
+            ticket = self._new.popleft()
+            if ticket in gone:
+                continue
+            states: list[SequenceState] = []
+            for prompt, params in zip(ticket.prompts, ticket.params, strict=True):
+                assert params.seed is not None
+                one = replace(params, n=1)
+                for stream in range(params.n):
+                    number = next(self._numbers)
+                    self._served[number] = _Served(ticket, len(states))
+                    states.append(SequenceState(number, stream_key(params.seed, stream), one, list(prompt), [], []))
+            generator.import_sequences(states)
+        self._drop(generator, gone)
+
+    def deliver(self, generator: ServedGenerator, completions: Sequence[Completion]) -> None:
+        """Send the tokens of a step to the front."""
+        pieces: list[tuple[Ticket, Piece]] = []
+        for done in completions:
+            served = self._served.pop(done.trajectory_id, None)
+            if served is not None:  # else it was dropped in the step that ended it
+                start = served.num_sent
+                pieces.append(
+                    (served.ticket, Piece(served.sample, done.token_ids[start:], done.logprobs[start:], done))
+                )
+        if any(served.ticket.streams for served in self._served.values()):
+            for state in generator.responses():
+                served = self._served.get(state.trajectory_id)
+                if served is None or not served.ticket.streams or len(state.token_ids) == served.num_sent:
+                    continue
+                start = served.num_sent
+                pieces.append((served.ticket, Piece(served.sample, state.token_ids[start:], state.logprobs[start:])))
+                served.num_sent = start + len(pieces[-1][1].token_ids)
+        if pieces:
+            assert self._loop is not None, "there are tokens, so there was a request"
+            self._loop.call_soon_threadsafe(_spread, pieces)
+
+    def _drop(self, generator: ServedGenerator, gone: set[Ticket]) -> None:
+        numbers = {number for number, served in self._served.items() if served.ticket in gone} if gone else set()
+        if not numbers:
+            return
+        for number in numbers:
+            del self._served[number]
+        # One that has just ended is in no list of unfinished ones; the next step returns it, and it is dropped there.
+        generator.export_sequences(
+            [live.trajectory_id for live in generator.unfinished() if live.trajectory_id in numbers]
+        )
+
+
+def _spread(pieces: Sequence[tuple[Ticket, Piece]]) -> None:
+    for ticket, piece in pieces:
+        ticket.put(piece)

@@ -1,0 +1,178 @@
+"""The work behind the routes: a request is read, its sequences go to the desk, and the answer is written whole or as a stream."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...comm.recipe import DataSettings
+from .conversations import ChatPrompt, Conversations
+from .desk import Desk, Piece, Ticket
+from .fields import RequestRefused
+from .messages import Message
+from .requests import AnswerForm, Sampling, read_chat, read_ids, read_text
+from .responses import TOOL_MARK, Answer, TokenTexts, message_of
+from .text_stream import TextStream
+
+log = logging.getLogger(__name__)
+
+_STREAM_END = b"data: [DONE]\n\n"
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model behind a front."""
+
+    name: str
+    """That requests use."""
+    version: int
+    """Of its weights: the steps that have trained it."""
+    context: int
+    """Most tokens of prompt and response together."""
+    vocab_size: int
+    tokenizer: Any
+    """One that no other thread uses."""
+    data: DataSettings
+    """With the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request that is read: its sequences, and how to answer. `chat` is the prompt of a chat."""
+
+    ticket: Ticket
+    answer: Answer
+    chat: ChatPrompt | None = None
+
+
+class Front:
+    """Answers requests. All of it runs in the thread of one event loop."""
+
+    def __init__(self, model: ServedModel, desk: Desk, timeout_s: float) -> None:
+        """timeout_s: longest time of one request."""
+        self.model = model
+        self.desk = desk
+        self._timeout_s = timeout_s
+        self._conversations = Conversations(model.tokenizer, model.data)
+        self._texts = TokenTexts(model.tokenizer)
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    def chat(self, body: Json) -> Work:
+        """Read a request of `/v1/chat/completions`. Raises `RequestRefused`."""
+        asked = read_chat(body, self.model.name)
+        prompt = self._conversations.prompt(asked.messages, asked.tools, asked.template_values)
+        ticket = self._ticket("messages", [prompt.token_ids], asked.sampling, asked.form)
+        return Work(ticket, self._answer("chat.completion", asked.form, parses_calls=asked.calls_tools), prompt)
+
+    def text(self, body: Json) -> Work:
+        """Read a request of `/v1/completions`. Raises `RequestRefused`."""
+        asked = read_text(body, self.model.name)
+        prompts = [self.model.tokenizer.encode(each) if isinstance(each, str) else each for each in asked.prompts]
+        return Work(
+            self._ticket("prompt", prompts, asked.sampling, asked.form), self._answer("text_completion", asked.form)
+        )
+
+    def ids(self, body: Json) -> Work:
+        """Read a request of `/inference/v1/generate`. Raises `RequestRefused`."""
+        asked = read_ids(body, self.model.name)
+        return Work(
+            self._ticket("token_ids", [asked.prompt], asked.sampling, asked.form), self._answer("generate", asked.form)
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- answers
+
+    async def whole(self, work: Work) -> Json:
+        """The answer, once all responses have ended. The request is submitted. Raises `RequestRefused`."""
+        ends: list[Piece] = []
+        deadline = self._deadline()
+        while len(ends) < work.ticket.num_samples:
+            ends.append(await self._next(work.ticket, deadline))
+        ends.sort(key=lambda piece: piece.sample)
+        messages = [self._message(work, piece) for piece in ends] if work.chat else []
+        return work.answer.whole(work.ticket, ends, messages)
+
+    async def events(self, work: Work) -> AsyncIterator[bytes]:
+        """The answer as server-sent events. The request is submitted. An error is the last event."""
+        try:
+            async for part in self._parts(work):
+                yield _event(part)
+        except RequestRefused as error:
+            yield _event(error.body())
+        except Exception:
+            log.exception("a stream failed")
+            yield _event(RequestRefused.internal().body())
+        yield _STREAM_END
+
+    async def _parts(self, work: Work) -> AsyncIterator[Json]:
+        ticket = work.ticket
+        answer = work.answer
+        samples = range(ticket.num_samples)
+        marks = [stop for stop in ticket.params[0].stops if isinstance(stop, str)]
+        marks += [TOOL_MARK] if answer.parses_calls else []
+        streams = [TextStream(self.model.tokenizer, marks) for _ in samples]
+        begun: set[int] = set()
+        ends: list[Piece] = []
+        deadline = self._deadline()
+        for sample in samples if work.chat else ():
+            yield answer.first(ticket, sample)
+        while len(ends) < len(samples):
+            piece = await self._next(ticket, deadline)
+            text = streams[piece.sample].add(piece.token_ids)
+            message = None
+            if piece.end is not None:
+                ends.append(piece)
+                message = self._message(work, piece) if work.chat else None
+                text += streams[piece.sample].rest(message["content"] if message else piece.end.text)
+            yield answer.part(ticket, piece, text, message, is_first=piece.sample not in begun)
+            begun.add(piece.sample)
+        if answer.form.with_usage:
+            yield answer.last(ticket, ends)
+
+    # --------------------------------------------------------------------------------------------------------- internals
+
+    def _ticket(self, field: str, prompts: Sequence[list[int]], sampling: Sampling, form: AnswerForm) -> Ticket:
+        """The sequences of a request whose prompts are in `field`. Raises `RequestRefused` for tokens that the model does not
+        have, or too many."""
+        for prompt in prompts:
+            if not prompt:
+                raise RequestRefused("has no tokens", field)
+            if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
+                raise RequestRefused(f"has token ids outside the vocabulary of {self.model.vocab_size}", field)
+        params = [sampling.params(field, len(prompt), self.model.context) for prompt in prompts]
+        return Ticket(prompts, params, form.streams)
+
+    def _answer(self, kind: str, form: AnswerForm, *, parses_calls: bool = False) -> Answer:
+        return Answer(kind, self.model.name, self.model.version, form, self._texts, parses_calls)
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._timeout_s
+
+    async def _next(self, ticket: Ticket, deadline: float) -> Piece:
+        """The next piece. Raises `RequestRefused` after the deadline, and for a model that computes no numbers."""
+        try:
+            piece = await ticket.next(deadline - asyncio.get_running_loop().time())
+        except TimeoutError as error:
+            problem = f"the request took longer than {self._timeout_s:g} s, the limit of this server (--timeout)"
+            raise RequestRefused(problem, status=504, code="timeout") from error
+        if piece.end is not None and piece.end.finish_reason == "error":
+            raise RequestRefused("the model's logits are not finite", status=500, code="not_finite")
+        return piece
+
+    def _message(self, work: Work, piece: Piece) -> Message:
+        """The message that a response of a chat is; its tokens are kept for the next turn."""
+        assert piece.end is not None and work.chat is not None
+        message = message_of(piece.end.text, parses_calls=work.answer.parses_calls)
+        self._conversations.remember(work.chat, message, piece.end.token_ids)
+        return message
+
+
+Reader = Callable[[Json], Work]
+
+
+def _event(part: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(part) + b"\n\n"

@@ -1,0 +1,92 @@
+"""Requests and tokens between two threads: none is lost, and none outlives its client."""
+
+import asyncio
+
+import pytest
+from support.served import ScriptedGenerator
+
+from headrace.rollout import SamplingParams
+from headrace.rollout.serving.desk import Desk, Piece, Ticket
+from headrace.rollout.serving.fields import RequestRefused
+
+
+def ticket(n: int = 1, *, streams: bool = False, tokens: int = 3) -> Ticket:
+    return Ticket([[5, 6]], [SamplingParams(tokens, n=n, seed=1)], streams)
+
+
+def run(work) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await work()
+
+    asyncio.run(bounded())
+
+
+def test_a_cancellation_is_not_lost_when_a_piece_arrives_with_it():
+    async def work() -> None:
+        asked = ticket()
+        waiter = asyncio.ensure_future(asked.next(20))
+        await asyncio.sleep(0)
+        asked.put(Piece(0, [4], [0.0]))
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+
+    run(work)
+
+
+def test_pieces_are_delivered_with_each_step_or_with_the_end():
+    async def work() -> None:
+        generator = ScriptedGenerator()
+        desk = Desk(8)
+        streamed = ticket(streams=True)
+        whole = ticket(n=2)
+        for each in (streamed, whole):
+            desk.submit(each)
+        for _ in range(3):
+            desk.turn(generator, 0)
+        pieces = [await streamed.next(9) for _ in range(3)]
+        assert [(piece.token_ids, piece.end is not None) for piece in pieces] == [
+            ([4], False),
+            ([4], False),
+            ([4], True),
+        ]
+        ends = [await whole.next(9) for _ in range(2)]
+        assert [(piece.sample, piece.token_ids) for piece in ends] == [(0, [4] * 3), (1, [4] * 3)]
+        assert desk.num_served == 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+def test_a_released_request_leaves_the_generator_whenever_it_is_released(num_turns: int):
+    """Before the generator has seen it, while it runs, and after its end."""
+
+    async def work() -> None:
+        generator = ScriptedGenerator()
+        desk = Desk(8)
+        asked = ticket(n=2)
+        desk.submit(asked)
+        for _ in range(num_turns):
+            desk.turn(generator, 0)
+        desk.release(asked)
+        steps = generator.num_steps
+        desk.turn(generator, 0)
+        assert generator.idle and desk.num_served == desk.num_samples == 0
+        assert generator.num_steps == steps
+
+    run(work)
+
+
+def test_more_than_the_desk_takes_is_refused():
+    async def work() -> None:
+        desk = Desk(3)
+        desk.submit(ticket(n=2))
+        with pytest.raises(RequestRefused) as told:
+            desk.submit(ticket(n=2))
+        assert told.value.status == 429
+        with pytest.raises(RequestRefused) as told:
+            desk.submit(ticket(n=4))
+        assert (told.value.status, told.value.param) == (400, "n")
+
+    run(work)
