@@ -158,7 +158,11 @@ class SavedQueue(Handler):
             needless = [*needless, *ready]
             ready = []  # the bound of the staleness is lower than in the run before
         finished = {row.row for row in ready}
-        begun = [row for row in saved if row.is_partial and row.row not in finished and self._partials.can_restore(row, group)]
+        begun = [
+            row
+            for row in saved
+            if row.is_partial and row.row not in finished and self._partials.can_restore(row, group)
+        ]
         num_begun = sum(row.num_drawn for row in begun)
         if ready or group is None or num_begun:
             passed_over = 0 if group else passed_over

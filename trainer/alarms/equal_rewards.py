@@ -51,7 +51,11 @@ class EqualRewards:
         is_lowest = mean <= least + few and least < most
         is_highest = mean >= most - few and (least < most or self._lowest < most == self._highest)
         if most == 1 and (is_highest or least == 1):
-            unless = "" if self._lowest < 1 else ", unless the reward is 1 whatever it writes (`headrace run ... --try` shows it)"
+            unless = (
+                ""
+                if self._lowest < 1
+                else ", unless the reward is 1 whatever it writes (`headrace run ... --try` shows it)"
+            )
             return f"namely 1: the policy has learnt these prompts{unless}; end the run, or take harder data"
         if is_highest:
             return (

@@ -82,6 +82,13 @@ def test_tokens_that_are_computed_again_count_over_ten_steps_since_reports_of_th
     assert count(700, every=5) == count(370, every=1) == []
 
 
+def test_a_smaller_max_running_is_advised_only_where_the_cache_does_not_shrink_with_it():
+    for words, is_advised in (([], False), (["generator.kv_gb=0.5"], True)):
+        recipe = recipe_of(*words)
+        ((_, line),) = told(RunAlarms(recipe, [FullCache(recipe)]), *repeat(THRASHING, 10))
+        assert ("generator.max_running below" in line) is is_advised and "generator.kv_gb" in line
+
+
 def test_an_emulated_run_is_not_judged():
     alarms = RunAlarms(read_recipe(None, ["rollout.engine=emulated", "trainer.engine=emulated"]))
     assert [*told(alarms, *repeat({**SAME, **CUT, **THRASHING}, 20))] == []
@@ -108,7 +115,9 @@ def test_equal_rewards_are_told_with_their_value_and_what_to_do(rewards: tuple[f
     assert text in line
 
 
-@pytest.mark.parametrize(("best", "text"), [(1.0, "learnt these prompts; end the run"), (2.0, "namely 2: if that is the best")])
+@pytest.mark.parametrize(
+    ("best", "text"), [(1.0, "learnt these prompts; end the run"), (2.0, "namely 2: if that is the best")]
+)
 def test_a_reward_that_has_risen_to_the_same_for_all_is_told_as_learnt(best: float, text: str):
     solved = {**SAME, "reward/min": best, "reward/mean": best, "reward/max": best}
     rising = {"reward/mean": best / 2, "reward/max": best}
