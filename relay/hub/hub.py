@@ -73,7 +73,7 @@ class Hub:
         self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox = mailbox
         self.state = state
-        self.tokens = TokenLedger(state, lambda: self.partials.tokens_restored)
+        self.tokens = TokenLedger(state)
         self.fleet_stats = FleetStats(self.tokens)
         self._actor_error = ""
         self._is_memory_full = False

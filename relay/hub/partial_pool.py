@@ -27,8 +27,6 @@ class PartialPool(Handler):
         self.rows: dict[RowId, RowRef] = {}
         self.num_restarted = 0
         """Trajectories whose first tokens no rollout could use."""
-        self.tokens_restored = 0
-        """Drawn tokens of the trajectories that a resumed run has read from the disk."""
         self._mixes_versions = mixes_versions
         self._clock = clock
         self._tidied_at = clock()
@@ -66,13 +64,16 @@ class PartialPool(Handler):
                 if not left:
                     del self.rows[row_id]
 
+    def can_restore(self, saved: RowRef, group: Group | None) -> bool:
+        """Whether the first tokens of a trajectory that were read from the disk are new, and needed in this group; None for one to come."""
+        return saved.row not in self.rows and (group is None or group.rows[saved.row.sample].status is RowStatus.WANTED)
+
     def restore(self, saved: RowRef) -> bool:
         """Take the first tokens of a trajectory that a resumed run has read from the disk; False if nothing needs them."""
         row = self.state.row(saved.row)
         if row is None or row.status is not RowStatus.WANTED:
             return False
         self.rows[saved.row] = saved
-        self.tokens_restored += saved.num_drawn
         return True
 
     def wanted(self, group: Group) -> dict[int, RowRef]:

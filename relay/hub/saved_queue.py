@@ -157,9 +157,17 @@ class SavedQueue(Handler):
         if ready and not self._admission.may_lease(self.state, oldest, group or Group(group_id, 0, [])):
             needless = [*needless, *ready]
             ready = []  # the bound of the staleness is lower than in the run before
-        if ready or group is None:
+        finished = {row.row for row in ready}
+        begun = [
+            row
+            for row in saved
+            if row.is_partial and row.row not in finished and self._partials.can_restore(row, group)
+        ]
+        num_begun = sum(row.num_drawn for row in begun)
+        if ready or group is None or num_begun:
             passed_over = 0 if group else passed_over
-            self.context.commit(ev.GroupRestored(group=group_id, rows=ready, passed_over=passed_over))
+            restored = ev.GroupRestored(group=group_id, rows=ready, passed_over=passed_over, num_begun=num_begun)
+            self.context.commit(restored)
         return needless + [row for row in saved if row.is_partial and not self._partials.restore(row)]
 
     def _drop(self, rows: Iterable[RowRef]) -> None:

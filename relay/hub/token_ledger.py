@@ -9,7 +9,7 @@ After every step, and at the end, in tokens since the run was last started:
 unfinished trajectories: their rollout died, or they had to start again.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,12 +48,12 @@ class _Entry:
 class TokenLedger:
     """The account of tokens, from the messages of rollouts and the state of the hub."""
 
-    def __init__(self, state: "HubState", begun: Callable[[], int]) -> None:
-        """begun: tokens of the unfinished trajectories that a resumed run has read from the disk."""
+    def __init__(self, state: "HubState") -> None:
         self._state = state
-        self._begun = begun
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._superseded = 0
+        self._is_repeated = False
+        """Whether the message in hand reports the end of a trajectory that is in the queue already."""
         self._recomputed: dict[str, dict[str, int]] = {}
         """Of each rollout since it started."""
         self._recomputed_before: dict[str, int] = {}
@@ -69,7 +69,10 @@ class TokenLedger:
 
     def observe(self, sender: str, message: Message) -> None:
         """Note what a message of a rollout says of its tokens, before it is acted on."""
+        self._is_repeated = False
         match message:
+            case RowDone() | SampleScored() if self._state.has_attempt(message.row, message.attempt):
+                self._is_repeated = True  # the hub before has heard it, too
             case RowDone() | SampleScored():
                 entry = self._entry(sender, message.drawn)
                 entry.ended += message.num_drawn
@@ -79,9 +82,6 @@ class TokenLedger:
                 self._entry(sender, message.drawn)
             case LoadReport() | HeldRows():
                 entry = self._entry(sender, message.drawn)
-                is_first = not entry.told.drawn and not entry.ended
-                if is_first and self._state.hub_restarts:
-                    entry.ended = message.drawn.ended  # the hub before had heard of them
                 entry.told = message.drawn
                 entry.is_gone = False
                 if isinstance(message, LoadReport) and message.recomputed:
@@ -91,7 +91,7 @@ class TokenLedger:
 
     def settle(self, message: Message, ended_before: int) -> None:
         """Note what the hub did not accept of a message. ended_before: `tokens.ended` of the state before it acted on it."""
-        if isinstance(message, RowDone | SampleScored):
+        if isinstance(message, RowDone | SampleScored) and not self._is_repeated:
             self._superseded += message.num_drawn - (self._state.tokens.ended - ended_before)
 
     def on_process_death(self, process: str, context: "HubContext") -> None:
@@ -119,7 +119,7 @@ class TokenLedger:
         entries = self._entries.values()
         out = {
             "generated": sum(entry.drawn for entry in entries),
-            "restored": tokens.restored + self._begun(),
+            "restored": tokens.restored + tokens.begun,
             "trained": tokens.trained,
             "evaluated": tokens.evaluated,
             "filtered": tokens.filtered,
@@ -154,7 +154,11 @@ class TokenLedger:
         return dict(sorted(out.items()))
 
     def _entry(self, sender: str, drawn: DrawnTokens) -> _Entry:
-        entry = self._entries.setdefault((sender, drawn.incarnation), _Entry())
+        key = (sender, drawn.incarnation)
+        if key not in self._entries:
+            # If this hub is not the first one, the hub before it has heard of the trajectories that had ended.
+            self._entries[key] = _Entry(ended=drawn.ended if self._state.hub_restarts else 0)
+        entry = self._entries[key]
         entry.drawn = max(entry.drawn, drawn.drawn)
         return entry
 

@@ -106,6 +106,8 @@ class GroupRestored(Event, frozen=True, kw_only=True):
     group: GroupId
     rows: list[RowRef]
     passed_over: int = 0
+    num_begun: int = 0
+    """Drawn tokens of unfinished rows of the group that came back too."""
 
 
 class PromptDropped(Event, frozen=True, kw_only=True):

@@ -47,6 +47,8 @@ class TokenAccount:
     """Of all trajectories that came to an end in a rollout."""
     restored: int = 0
     """Of those that came back from the disk with a resumed run."""
+    begun: int = 0
+    """Of unfinished trajectories that came back from the disk: they are not in the sum, since they end like others."""
     trained: int = 0
     evaluated: int = 0
     filtered: int = 0

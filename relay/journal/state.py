@@ -210,8 +210,7 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
         assert row.attempt <= ref.attempt, f"{ref.row}: attempt {ref.attempt} after {row.attempt}"
         group.rows[ref.row.sample] = Row(
             _READY, ref.attempt, ref.version, storage_ids=ref.storage_ids, num_tokens=ref.num_tokens,
-            reward=ref.reward, num_versions=ref.num_versions, num_prompt_tokens=ref.num_prompt_tokens,
-            num_drawn=ref.num_drawn,
+            reward=ref.reward, num_versions=ref.num_versions, num_prompt_tokens=ref.num_prompt_tokens, num_drawn=ref.num_drawn,
         )  # fmt: skip
         state.tokens.restored += ref.num_drawn
         state.tokens.ready += ref.num_drawn
@@ -220,6 +219,7 @@ def _(event: ev.GroupRestored, state: HubState) -> None:
     else:
         state.unassigned.pop(event.group, None)
     state.num_restored += len(event.rows)
+    state.tokens.begun += event.num_begun
     state.queue.update(group)
 
 

@@ -49,3 +49,45 @@ def test_the_number_of_names_is_bounded():
     assert sum(name.endswith("/calls") for name in found) == MOST_NAMES + 1
     assert found["tools/others/calls"] == sum(range(1, 9)) and found["tools/others/failed"] == 1 + 3 + 5 + 7
     assert sum(value for name, value in found.items() if name.endswith("/calls")) == len(calls)
+
+
+class Ranks:
+    """A group of ranks, of which this one gets the parts of the others."""
+
+    def __init__(self, *others: TurnMetrics) -> None:
+        self.size = 1 + len(others)
+        self._others = others
+
+    def gather(self, data: bytes) -> list[bytes]:
+        parts: list[bytes] = []
+        for other in self._others:
+            other.reduce(_Sender(parts))  # pyright: ignore[reportArgumentType]
+        return [data, *parts]
+
+
+class _Sender:
+    size = 2
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self._parts.append(data)
+        return []
+
+
+def test_the_metrics_of_two_ranks_are_those_of_all_their_trajectories():
+    parts = [
+        (noted(3, [ToolUse("calc", False, 0.1), ToolUse("calc", True, 0.3)]), 12),
+        (noted(1, [ToolUse("search", False, 0.2)]), 5),
+        (noted(2, []), 0),
+    ]
+    whole, first, second, idle = (TurnMetrics() for _ in range(4))
+    for trajectory in parts:
+        whole.add(*trajectory)
+    first.add(*parts[0])
+    for trajectory in parts[1:]:
+        second.add(*trajectory)
+    first.reduce(Ranks(second, idle))  # pyright: ignore[reportArgumentType]
+    assert first.metrics() == pytest.approx(whole.metrics()) and first.metrics()["tools/search/failed"] == 0
+    assert second.metrics() == {}, "rank 0 records them"

@@ -17,7 +17,12 @@ class FullCache:
     quickstart has .6."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._running = recipe.generator.num_slots
+        running = recipe.generator.num_slots
+        self._change = f"set a larger generator.kv_gb, or generator.max_running below {running}"
+        if (
+            recipe.generator.kv_gb is None
+        ):  # then it is planned for `max_running` trajectories, so fewer of them get less
+            self._change = "set generator.kv_gb to more GB than the line `generator: ...` at the start has, or on a GPU a larger generator.gpu_share"
         self._last: deque[tuple[float, float]] = deque(maxlen=self.STEPS)
         """Tokens computed again, and drawn."""
 
@@ -31,6 +36,5 @@ class FullCache:
             yield Alarm(
                 "full_cache",
                 f"the KV cache is too small: in the last {self.STEPS} steps {share:.2g} tokens were computed again for each token drawn,"
-                " since it had no room for them; set a larger generator.kv_gb or generator.gpu_share, or generator.max_running below"
-                f" {self._running} (docs/use/warnings.md#a-full-kv-cache)",
+                f" since it had no room for them; {self._change} (docs/use/warnings.md#a-full-kv-cache)",
             )

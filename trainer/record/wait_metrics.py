@@ -30,16 +30,22 @@ class WaitMeter:
     """Splits the waits of this process by steps. Threads may wait at the same time, so the sum may exceed the step's seconds."""
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+        self._before = _seconds_by_role()
 
     def step(self) -> dict[str, float]:
-        """`wait_s/ROLE` since the last call; roles for which nothing has ever waited are left out."""
-        seconds: dict[str, float] = {}
-        for whom, waited_s in waited_seconds().items():
-            role = role_of_wait(whom)
-            seconds[role] = seconds.get(role, 0.0) + waited_s
+        """`wait_s/ROLE` since the last call, or since this was made; roles for which nothing has ever waited are left out."""
+        seconds = _seconds_by_role()
         found = {
             f"wait_s/{role}": max(0.0, waited_s - self._before.get(role, 0.0)) for role, waited_s in seconds.items()
         }
         self._before = seconds
         return found
+
+
+def _seconds_by_role() -> dict[str, float]:
+    """Since the process started."""
+    seconds: dict[str, float] = {}
+    for whom, waited_s in waited_seconds().items():
+        role = role_of_wait(whom)
+        seconds[role] = seconds.get(role, 0.0) + waited_s
+    return seconds

@@ -82,6 +82,13 @@ def test_tokens_that_are_computed_again_count_over_ten_steps_since_reports_of_th
     assert count(700, every=5) == count(370, every=1) == []
 
 
+def test_a_smaller_max_running_is_advised_only_where_the_cache_does_not_shrink_with_it():
+    for words, is_advised in (([], False), (["generator.kv_gb=0.5"], True)):
+        recipe = recipe_of(*words)
+        ((_, line),) = told(RunAlarms(recipe, [FullCache(recipe)]), *repeat(THRASHING, 10))
+        assert ("generator.max_running below" in line) is is_advised and "generator.kv_gb" in line
+
+
 def test_an_emulated_run_is_not_judged():
     alarms = RunAlarms(read_recipe(None, ["rollout.engine=emulated", "trainer.engine=emulated"]))
     assert [*told(alarms, *repeat({**SAME, **CUT, **THRASHING}, 20))] == []
@@ -92,8 +99,10 @@ def test_an_emulated_run_is_not_judged():
     [
         ((0.0, 0.0, 0.0), "namely 0: read the samples"),
         ((0.0, 0.004, 1.0), "namely 0: read the samples"),  # one response of a step is right
-        ((1.0, 1.0, 1.0), "namely 1: the policy has learnt these prompts"),
-        ((0.0, 0.99, 1.0), "namely 1: the policy has learnt these prompts"),
+        ((1.0, 1.0, 1.0), "namely 1: the policy has learnt these prompts, unless the reward is 1 whatever it writes"),
+        ((0.0, 0.99, 1.0), "namely 1: the policy has learnt these prompts; end the run"),
+        ((0.0, 1.98, 2.0), "namely 2: if that is the best reward that there is, the policy has learnt these prompts"),
+        ((-1.0, -0.98, 1.0), "namely -1: read the samples"),
         ((0.5, 0.5, 0.5), "namely 0.5, whatever the policy writes"),
         ((-1.0, -1.0, -1.0), "namely -1, whatever the policy writes"),
         ((0.0, 0.5, 1.0), "but not those of different groups"),
@@ -104,6 +113,26 @@ def test_equal_rewards_are_told_with_their_value_and_what_to_do(rewards: tuple[f
     step = {**SAME, **dict(zip(("reward/min", "reward/mean", "reward/max"), rewards, strict=True))}
     ((_, line),) = told(RunAlarms(recipe_of()), *repeat(step, STEPS))
     assert text in line
+
+
+@pytest.mark.parametrize(
+    ("best", "text"), [(1.0, "learnt these prompts; end the run"), (2.0, "namely 2: if that is the best")]
+)
+def test_a_reward_that_has_risen_to_the_same_for_all_is_told_as_learnt(best: float, text: str):
+    solved = {**SAME, "reward/min": best, "reward/mean": best, "reward/max": best}
+    rising = {"reward/mean": best / 2, "reward/max": best}
+    recipe = recipe_of()
+    alarms = RunAlarms(recipe, [EqualRewards(recipe)])
+    ((step, line),) = told(alarms, *repeat(rising, 3), *repeat(solved, 20))
+    assert step == 3 + STEPS - 1 and text in line and "whatever" not in line
+
+
+def test_steps_of_few_groups_are_judged_together():
+    recipe = recipe_of("batch.prompts_per_step=2")
+    few = chain.from_iterable([*repeat(SAME, 20), {}] for _ in range(5))  # one group of 41 teaches
+    assert [*told(RunAlarms(recipe, [EqualRewards(recipe)]), *few)] == []
+    ((step, line),) = told(RunAlarms(recipe, [EqualRewards(recipe)]), *repeat(SAME, 40))
+    assert step == 29 and "each of the last 30 steps" in line
 
 
 def test_advantages_over_a_whole_step_need_rewards_that_are_all_equal():
