@@ -36,6 +36,7 @@ _CONNECT_S = 2.0
 _PIPE_BYTES = 1 << 20
 """Of lines that wait for a launcher that is stopped, before the processes wait for it."""
 _READ_BYTES = 1 << 16
+"""Of one read; also the most bytes of a line without an end that are kept."""
 _JOIN_S = 5.0
 
 
@@ -135,6 +136,8 @@ class LiveTerminal:
             signal.signal(signal.SIGCONT, self._continued)
             join_thread(self._thread, _JOIN_S)
             self._reports.close()
+        if self._thread.is_alive():
+            return  # a terminal that is stopped (Ctrl-S): the thread may write to these, which would be other files by then
         for descriptor in (self._pipe, self._wake, self._terminal):
             os.close(descriptor)
 
@@ -151,6 +154,7 @@ class LiveTerminal:
                 break
             above = self._read() if self._pipe in readable else b""
             if not is_foreground(self._terminal):
+                drawn_at = time.monotonic()  # looks again after a moment
                 self._screen.forget()
                 picture = []
             elif time.monotonic() - drawn_at >= REFRESH_S or not picture:
@@ -183,11 +187,13 @@ class LiveTerminal:
         self._partial = b""
 
     def _read(self) -> bytes:
-        """The whole lines that have come; the beginning of one is kept."""
+        """The whole lines that have come; the beginning of one is kept, unless it is too long, such as that of a progress bar."""
         data = b""
         with suppress(BlockingIOError):
             data = os.read(self._pipe, _READ_BYTES)
         whole, end, partial = (self._partial + data).rpartition(b"\n")
+        if len(partial) >= _READ_BYTES:
+            whole, end, partial = self._partial + data, b"\n", b""
         self._partial = partial
         return whole + end
 
