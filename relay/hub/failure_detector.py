@@ -4,7 +4,7 @@ A process is dead when its connection to the run's store has ended, when it was 
 incarnation has joined.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ...comm.fleet import Fleet, Member
@@ -27,7 +27,7 @@ class FailureDetector:
         self._fleet = fleet
         self.seen: dict[str, Member] = {}
         """The last member seen under each name."""
-        self.members: list[Member] = []
+        self.members: Sequence[Member] = ()
         """All members at the last call, watched or not."""
         self.living: dict[str, Member] = {}
         """The watched members that were alive at the last call, by name."""

@@ -186,7 +186,7 @@ def test_a_task_of_the_queue_works_while_it_has_rows_and_waits_otherwise(watched
     assert isinstance(batch, RowBatch)
     w.scene.now = 9.0
     assert w.state_of("reference-0") == "works" and "reference-0" not in [wait[0] for wait in w.waits()]
-    rows = [row.row_id for row in batch.rows()]
+    rows = [row.row for row in batch.rows()]
     w.say("reference-0", ColumnsAdded("reference", batch.batch_id, ["ref_logprobs"], rows, [["relay-0#1"]] * len(rows)))
     w.say("reference-0", RequestRows(2, ["reference"]))
     w.scene.now = 13.0
