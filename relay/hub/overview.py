@@ -188,7 +188,9 @@ class Overview:
         if name == "hub":
             return MemberStatus(**at, state="decides")
         if seen is None and member.role == "actor" and state.hub_restarts and name not in self._gone_at:
-            return MemberStatus(**at, state="trains", version=state.step)  # it tells changes alone, and told the hub before
+            return MemberStatus(
+                **at, state="trains", version=state.step
+            )  # it tells changes alone, and told the hub before
         if seen is None:
             return MemberStatus(**at, state=LOADS, seconds=now - self._gone_at.get(name, self._began))
         if name.startswith(("rollout-", "relay-")) and now - seen.at > SILENT_S:

@@ -118,7 +118,7 @@ def test_through_a_pipe_the_lines_are_plain(command: list[str], tmp_path: Path):
     assert sorted(words(output)[:-2]) == sorted(WRITTEN)
 
 
-STOPPED = '''
+STOPPED = """
 import logging, os, sys, time
 from pathlib import Path
 import headrace.launch.status.live as live
@@ -131,7 +131,7 @@ class Stub(live.Reports):
 live.Reports = Stub
 live.REFRESH_S = 0.05
 folder = Path(sys.argv[1])
-'''
+"""
 UNREAD = """
 logging.disable()  # it would wait for the terminal
 live._JOIN_S = 0.05
