@@ -182,13 +182,17 @@ def test_a_task_of_the_queue_works_while_it_has_rows_and_waits_otherwise(watched
     w.scene.now = 6.0
     assert ("reference-0", "the rollouts", "rows", 6.0) in w.waits()
     w.scene.finish(w.scene.lease("rollout-0"))
-    (batch,) = w.scene.heard("reference-0")
-    assert isinstance(batch, RowBatch)
     w.scene.now = 9.0
     assert w.state_of("reference-0") == "works" and "reference-0" not in [wait[0] for wait in w.waits()]
-    rows = [row.row for row in batch.rows()]
-    w.say("reference-0", ColumnsAdded("reference", batch.batch_id, ["ref_logprobs"], rows, [["relay-0#1"]] * len(rows)))
-    w.say("reference-0", RequestRows(2, ["reference"]))
+    number = 1
+    while batches := w.scene.heard("reference-0"):
+        for batch in batches:
+            assert isinstance(batch, RowBatch)
+            rows = [row.row for row in batch.rows()]
+            units = [["relay-0#1"]] * len(rows)
+            w.say("reference-0", ColumnsAdded("reference", batch.batch_id, ["ref_logprobs"], rows, units))
+        number += 1
+        w.say("reference-0", RequestRows(number, ["reference"]))
     w.scene.now = 13.0
     assert ("reference-0", "the rollouts", "rows", 4.0) in w.waits(), "the time of its work does not count"
 
