@@ -35,6 +35,8 @@ SILENT_S = 5.0
 """Seconds without a report after which a process counts as silent; those that report do so about once a second."""
 _RATE_S = 10.0
 """Seconds of the reports from which the rate of a rollout is computed."""
+_BURST_S = 0.2
+"""Reports closer than that have waited for the hub, such as for the next one: the last of them counts."""
 _BUSY_S = 0.1
 """Seconds of decoding between two reports from which on a rollout counts as generating."""
 _LEAST_WAIT_S = 2.0
@@ -71,6 +73,8 @@ class _Seen:
         """Note a total; that of a new process begins at 0."""
         if self.tokens and tokens < self.tokens[-1][1]:
             self.tokens.clear()
+        if self.tokens and now - self.tokens[-1][0] < _BURST_S:
+            self.tokens.pop()
         self.tokens.append((now, tokens))
         while now - self.tokens[0][0] > _RATE_S:
             self.tokens.popleft()

@@ -157,7 +157,7 @@ import signal
 with live.live_terminal(folder, is_first=True) as terminal:
     terminal.start()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCONT])  # another thread gets it
-    input()
+    (folder / "go").read_text()
 """
 ENDLESS = """
 with live.live_terminal(folder, is_first=True) as terminal:
@@ -190,10 +190,11 @@ def test_a_line_without_an_end_is_shown_before_it_has_grown_large(tmp_path: Path
 
 
 def test_a_launcher_that_is_continued_draws_below_what_the_shell_has_written_since(tmp_path: Path):
+    os.mkfifo(tmp_path / "go")
     with Terminal([sys.executable, "-c", STOPPED + CONTINUED, str(tmp_path)], {}) as terminal:
         terminal.until(lambda text: "picture" in text, PATIENCE_S)
         os.kill(terminal.process.pid, signal.SIGCONT)
         terminal.until(lambda text: text.count("picture") == 2, PATIENCE_S)
-        terminal.type(b"\n")
+        go(tmp_path)
         code, text = terminal.end(PATIENCE_S)
     assert code == 0 and text.count("picture") == 1, "the one before stays, as the shell's lines do"

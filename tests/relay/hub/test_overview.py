@@ -103,6 +103,17 @@ def test_the_speed_of_a_rollout_is_that_of_its_last_reports(watched: Callable[..
     assert next(member for member in w.report().members if member.name == "rollout-0").tokens_per_s == 7.0
 
 
+def test_reports_that_waited_for_a_hub_do_not_count_as_speed(watched: Callable[..., Watched]):
+    w = watched()
+    for tokens in range(0, 2000, 100):
+        w.scene.now += 0.001
+        w.load("rollout-0", tokens=tokens, num_running=3)
+    w.scene.now += 1.0
+    w.load("rollout-0", tokens=2000, num_running=3)
+    found = next(member for member in w.report().members if member.name == "rollout-0")
+    assert found.tokens_per_s == pytest.approx(100.0)
+
+
 def test_a_rollout_is_at_work_if_it_has_been_since_its_last_report(watched: Callable[..., Watched]):
     w = watched()
     w.load("rollout-0", busy_s=1.0)
