@@ -74,7 +74,7 @@ class _Seen:
         if self.tokens and tokens < self.tokens[-1][1]:
             self.tokens.clear()
         if self.tokens and now - self.tokens[-1][0] < _BURST_S:
-            self.tokens.pop()
+            now = self.tokens.pop()[0]
         self.tokens.append((now, tokens))
         while now - self.tokens[0][0] > _RATE_S:
             self.tokens.popleft()
