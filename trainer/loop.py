@@ -304,10 +304,7 @@ class Trainer:
             score = None
             if best and not settings.is_best_evaluated and self.group.is_lead:
                 names = ", ".join(sorted(self.metrics))
-                print(
-                    f"checkpoint.best: this checkpoint has no score, since its step has no '{best}'; it has {names}",
-                    flush=True,
-                )
+                say(f"checkpoint.best: this checkpoint has no score, since its step has no '{best}'; it has {names}")
         log.info("checkpoint of step %d begins", self.learner.version)
         self.checkpoints.begin(self.learner.version, self.learner.stage, score)
         self.resumed_at += self.clock.now() - started

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import IO, Any
 from ...comm.errors import SettingError
 
 LOCK_FILE = "lock"
+_LOCK_TRIES = 4
+_LOCK_S = 0.05
+"""Seconds between two tries to lock a run folder."""
 CONFIG_FILE = "config.yaml"
 """File of the run folder with the resolved recipe."""
 JOURNAL_FILE = "journal.jsonl"
@@ -66,13 +70,18 @@ def lock_run_folder(run_dir: Path) -> IO[bytes]:
     Raises `SettingError` if another process has it. On a file system without locks nothing is locked.
     """
     lock = (run_dir / LOCK_FILE).open("wb")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise SettingError(f"run.dir: {under_way(run_dir)}") from None
-    except OSError:  # as the docstring says
-        pass
+    for tries_left in reversed(range(_LOCK_TRIES)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if tries_left:
+                time.sleep(_LOCK_S)  # `headrace status` looks at it for a moment
+                continue
+            lock.close()
+            raise SettingError(f"run.dir: {under_way(run_dir)}") from None
+        except OSError:  # as the docstring says
+            break
     return lock
 
 

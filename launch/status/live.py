@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fcntl import F_SETPIPE_SZ, fcntl
 from pathlib import Path
-from types import FrameType
 
 from ...comm.clock import elapsed_s
 from ...comm.errors import HeadraceError
@@ -36,6 +35,7 @@ _CONNECT_S = 2.0
 _PIPE_BYTES = 1 << 20
 """Of lines that wait for a launcher that is stopped, before the processes wait for it."""
 _READ_BYTES = 1 << 16
+"""Of one read; also the most bytes of a line without an end that are kept."""
 _JOIN_S = 5.0
 
 
@@ -114,11 +114,17 @@ class LiveTerminal:
         self._partial = b""
         self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+        self._signals, self._signalled = os.pipe()
+        for number in (self._signals, self._signalled):
+            os.set_blocking(number, False)
         self._continued = signal.getsignal(signal.SIGCONT)
+        self._woken = -1
 
     def start(self) -> None:
         """Begin to print and to draw."""
-        signal.signal(signal.SIGCONT, self._on_continued)
+        # Python's handler would run when the main thread is back from its wait, which may be much later.
+        self._woken = signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCONT, lambda number, frame: None)
         self._reports.start()
         self._thread.start()
 
@@ -132,10 +138,13 @@ class LiveTerminal:
         if self._thread.ident is None:
             self._read_all()
         else:
-            signal.signal(signal.SIGCONT, self._continued)
+            signal.signal(signal.SIGCONT, self._continued or signal.SIG_DFL)
+            signal.set_wakeup_fd(self._woken)
             join_thread(self._thread, _JOIN_S)
             self._reports.close()
-        for descriptor in (self._pipe, self._wake, self._terminal):
+        if self._thread.is_alive():
+            return  # a terminal that is stopped (Ctrl-S): the thread may write to these, which would be other files by then
+        for descriptor in (self._pipe, self._wake, self._signals, self._signalled, self._terminal):
             os.close(descriptor)
 
     def _run(self) -> None:
@@ -145,12 +154,15 @@ class LiveTerminal:
         is_over = False
         while not is_over:
             left_s = max(0.0, drawn_at + REFRESH_S - time.monotonic())
-            readable, _, _ = select.select([self._pipe, self._wake], [], [], left_s)
+            readable, _, _ = select.select([self._pipe, self._wake, self._signals], [], [], left_s)
+            if self._signals in readable and signal.SIGCONT in os.read(self._signals, _READ_BYTES):
+                self._screen.forget()
             is_over = self._wake in readable
             if is_over:
                 break
             above = self._read() if self._pipe in readable else b""
             if not is_foreground(self._terminal):
+                drawn_at = time.monotonic()  # looks again after a moment
                 self._screen.forget()
                 picture = []
             elif time.monotonic() - drawn_at >= REFRESH_S or not picture:
@@ -183,16 +195,15 @@ class LiveTerminal:
         self._partial = b""
 
     def _read(self) -> bytes:
-        """The whole lines that have come; the beginning of one is kept."""
+        """The whole lines that have come; the beginning of one is kept, unless it is too long, such as that of a progress bar."""
         data = b""
         with suppress(BlockingIOError):
             data = os.read(self._pipe, _READ_BYTES)
         whole, end, partial = (self._partial + data).rpartition(b"\n")
+        if len(partial) >= _READ_BYTES:
+            whole, end, partial = self._partial + data, b"\n", b""
         self._partial = partial
         return whole + end
-
-    def _on_continued(self, number: int, frame: FrameType | None) -> None:
-        self._screen.forget()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ _MOST_WAITS = 4
 _LONG_S = 10.0
 """Seconds after which a wait stands out."""
 _ALARMING = ("silent", "gone", "starts")
-_AT_WORK = ("trains", "generates", "at tools", "serves", "decides")
+_AT_WORK = ("trains", "generates", "at tools", "serves", "decides", "works")
 """States whose time says nothing."""
 
 

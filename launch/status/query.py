@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +36,12 @@ class HubQuery:
         """Connect to the store of a run. Raises `StoreGone` if none answers."""
         store = StoreClient.connect(run.store, run.secret.encode(), deadline_s)
         mailboxes = StoreMailboxes(store)
-        return HubQuery(store, mailboxes, mailboxes.open(f"ctl-{os.getpid()}-{time.monotonic_ns()}"))
+        try:
+            inbox = mailboxes.open(f"ctl-{os.getpid()}-{time.monotonic_ns()}")
+        except HeadraceError:
+            store.close()
+            raise
+        return HubQuery(store, mailboxes, inbox)
 
     def ask(self, patience_s: float) -> StatusReport | None:
         """The status; None if the hub does not answer within `patience_s`, such as one that is being started again. Raises `StoreGone`.
@@ -85,6 +91,10 @@ def order(where: str, message: Message) -> int:
 def open_query(where: str) -> HubQuery:
     """Connect to the run in a folder or at an address. Raises `SettingError`, and `StoreGone` if no run answers."""
     folder = Path(where)
+    if not folder.exists() and not re.search(r":\d+$", where):
+        raise SettingError(
+            f"there is no folder {where}; the folder of a run that starts is made once its settings have been checked"
+        )
     if folder.is_dir() and not (folder / CONFIG_FILE).exists():
         raise SettingError(f"{where} is not the folder of a run: it has no {CONFIG_FILE}")
     if (folder / CONFIG_FILE).exists() and not (folder / ADDRESS_FILE).exists():

@@ -4,7 +4,7 @@ A process is dead when its connection to the run's store has ended, when it was 
 incarnation has joined.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ...comm.fleet import Fleet, Member
@@ -27,13 +27,15 @@ class FailureDetector:
         self._fleet = fleet
         self.seen: dict[str, Member] = {}
         """The last member seen under each name."""
+        self.members: Sequence[Member] = ()
+        """All members at the last call, watched or not."""
         self.living: dict[str, Member] = {}
         """The watched members that were alive at the last call, by name."""
         self._declared: set[str] = set()
 
     def deaths(self) -> list[Death]:
         """The deaths since the last call, each reported once."""
-        members = self._fleet.members()
+        members = self.members = self._fleet.members()
         watched = [member for member in members if member.role in WATCHED]
         # One that joined and died between two looks may hold leases too.
         missed = [member for member in watched if not member.is_alive and not self._has_seen(member)]

@@ -62,6 +62,8 @@ class Health(Handler):
         self._step = self.state.step
         self._stepless_s = self._still_s = self._unmoved_s = 0.0
         self._next_alarm_s = 0.0
+        self._alarm = ""
+        """The last alarm that no step came."""
         self._mark: tuple[object, ...] = ()
 
     def advance(self) -> None:
@@ -96,6 +98,8 @@ class Health(Handler):
         if state.step != self._step or not self._next_alarm_s:
             self._step = state.step
             self._stepless_s = 0.0
+            if self.context.alarm == self._alarm:
+                self.context.alarm = ""  # a step has come
             self._next_alarm_s = max(FIRST_ALARM_S, _ALARM_STEPS * state.losses.step_s)
         if (mark := self._progress()) != self._mark:
             self._mark = mark
@@ -113,6 +117,7 @@ class Health(Handler):
         elif self._stepless_s >= self._next_alarm_s and state.step < self.dispatcher.admission.num_steps:
             self._next_alarm_s *= 2
             self.context.raise_alarm(f"no step for {self._stepless_s:,.0f} s: {self._losses()}; {self._who_waits()}")
+            self._alarm = self.context.alarm
 
     def _end(self, reason: str) -> None:
         self.context.failure = self.context.failure or reason
@@ -164,6 +169,8 @@ class Health(Handler):
         if self.context.awaits_queue:
             return "the rows of the previous run are being read"
         if not self.dispatcher.trainer_waits:
+            if state.version < 0 and not state.evaluations.num_leased:
+                return "the trainer has not published the policy yet, which it loads first"
             return f"the trainer does not ask for groups; it has {len(state.in_training)} of this step"
         if state.evaluations.num_leased:
             return f"an evaluation is under way, with {state.evaluations.open} samples to go"

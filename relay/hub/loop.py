@@ -191,6 +191,7 @@ class HubLoop:
             if self._joined.get(member.name) != member.incarnation:
                 self._joined[member.name] = member.incarnation
                 log.info("%s has joined, incarnation %d, on %s", member.name, member.incarnation, member.host_name)
+        self.overview.look(self.detector.members)
         self._start_lines.joined(self.detector.seen)
         self._print_generators()
         self._check_models()
@@ -222,7 +223,6 @@ class HubLoop:
             death.reason,
             len(self.hub.state.held.get(dead.name, ())),
         )
-        self.overview.forget(dead.name)
         if dead.role == "relay":
             self.hub.on_storage_lost(storage_id_of(dead.name, dead.incarnation), death.reason)
         self.hub.on_process_death(dead.name, death.reason)

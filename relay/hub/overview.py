@@ -5,7 +5,7 @@ reports of the processes; nothing is stored, so a hub that is started again know
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from ...comm.fleet import Member
 from ...comm.mailbox import Envelope
 from ...comm.messages import (
     BusyReport,
+    ColumnsAdded,
     LoadReport,
     MemberStatus,
     RequestRows,
@@ -34,6 +35,8 @@ SILENT_S = 5.0
 """Seconds without a report after which a process counts as silent; those that report do so about once a second."""
 _RATE_S = 10.0
 """Seconds of the reports from which the rate of a rollout is computed."""
+_BURST_S = 0.2
+"""Reports closer than that have waited for the hub, such as for the next one: the last of them counts."""
 _BUSY_S = 0.1
 """Seconds of decoding between two reports from which on a rollout counts as generating."""
 _LEAST_WAIT_S = 2.0
@@ -43,6 +46,8 @@ ABSENT = "starts"
 """The state of a process that has not joined."""
 GONE = "gone"
 """That of one that has died, or counts as dead, until its next process joins."""
+LEFT = "has ended"
+"""That of one that is no longer there while the run ends."""
 LOADS = "loads"
 """That of one that has joined and has not reported yet."""
 
@@ -68,6 +73,8 @@ class _Seen:
         """Note a total; that of a new process begins at 0."""
         if self.tokens and tokens < self.tokens[-1][1]:
             self.tokens.clear()
+        if self.tokens and now - self.tokens[-1][0] < _BURST_S:
+            now = self.tokens.pop()[0]
         self.tokens.append((now, tokens))
         while now - self.tokens[0][0] > _RATE_S:
             self.tokens.popleft()
@@ -95,6 +102,8 @@ class Overview:
         self._began = seconds()
         self._gone_at: dict[str, float] = {}
         """When each process that died did so."""
+        self._incarnations: dict[str, int] = {}
+        """Of each process that is alive."""
 
     def observe(self, envelope: Envelope) -> None:
         """Note a message before the hub handles it."""
@@ -113,15 +122,21 @@ class Overview:
                 self._of(process, now).enter(state, now)
             case RequestRows() if role_of(process) != "actor":
                 self._of(process, now).enter("waits", now)
+            case ColumnsAdded():
+                self._of(process, now).enter("works", now)
             case StepTrained(step=step) if step == self._hub.state.step:
                 self._end_step(step, now)
             case _:
                 pass
 
-    def forget(self, process: str) -> None:
-        """A process died; the next one of its name begins anew."""
-        self._seen.pop(process, None)
-        self._gone_at[process] = self._seconds()
+    def look(self, members: Iterable[Member]) -> None:
+        """Forget the processes that have died or left since the last look; the next one of a name begins anew."""
+        living = {member.name: member.incarnation for member in members if member.is_alive}
+        for name, incarnation in self._incarnations.items():
+            if living.get(name) != incarnation:
+                self._seen.pop(name, None)
+                self._gone_at[name] = self._seconds()
+        self._incarnations = living
 
     def report(self, members: Sequence[Member]) -> StatusReport:
         """The status of now; `members` are those of the fleet."""
@@ -136,10 +151,11 @@ class Overview:
             "begun": state.num_queued - ready,
             "window": admission.lead(state),
         }
-        found = {member.name: member for member in members if member.is_alive}
+        found = {member.name: member for member in members if member.is_alive and member.role != "shard"}
+        works = {b.consumer for record in state.tasks.values() for b in record.open_batches.values()}
         names = [name for name in self._names if name in found or name not in state.drained]
         names += sorted(found.keys() - {*names})
-        shown = [self._status(name, found.get(name), now) for name in names]
+        shown = [self._status(name, found.get(name), now, is_at_task=name in works) for name in names]
         return StatusReport(
             state.step, state.version, shown, account_dict(state), self._hub.context.alarm,
             num_steps=admission.num_steps, elapsed_s=elapsed_s(), left_s=self._left_s, step_s=self._step_s,
@@ -162,21 +178,28 @@ class Overview:
         rewards = [group.rows[sample].reward for group in groups for sample in group.samples(RowStatus.READY)]
         self._reward = sum(rewards) / len(rewards) if rewards else None
 
-    def _status(self, name: str, member: Member | None, now: float) -> MemberStatus:
+    def _status(self, name: str, member: Member | None, now: float, *, is_at_task: bool = False) -> MemberStatus:
+        state = self._hub.state
         if member is None:
             since = self._gone_at.get(name, self._began)
+            if state.ending or name in self._incarnations:
+                return MemberStatus(name, "", 0, 0, LEFT if state.ending else GONE)
             return MemberStatus(name, "", 0, 0, GONE if name in self._gone_at else ABSENT, now - since)
-        state = self._hub.state
-        seen = self._seen.get(name)
+        # The trainer's first process speaks for all.
+        seen = self._seen.get(name) or (self._seen.get("actor-0") if member.role == "actor" else None)
         leased = len(state.held.get(name, ()))
         at = {"name": name, "host": member.host_name, "incarnation": member.incarnation, "leased": leased}
         if name == "hub":
             return MemberStatus(**at, state="decides")
+        if seen is None and member.role == "actor" and state.hub_restarts and name not in self._gone_at:
+            return MemberStatus(
+                **at, state="trains", version=state.step
+            )  # it tells changes alone, and told the hub before
         if seen is None:
             return MemberStatus(**at, state=LOADS, seconds=now - self._gone_at.get(name, self._began))
         if name.startswith(("rollout-", "relay-")) and now - seen.at > SILENT_S:
             return MemberStatus(**at, state="silent", seconds=now - seen.at, version=seen.version)
-        doing, version = seen.state, seen.version
+        doing, version = "works" if is_at_task else seen.state, seen.version
         if name in state.drained:
             doing = "drains" if leased else "leaves"
         if name.startswith("actor-"):
@@ -200,7 +223,7 @@ class Overview:
                 yield WaitStatus(member.name, "its reward functions", f"{member.leased} responses", member.seconds)
             elif member.name.startswith("rollout-") and member.state == "waits":
                 yield WaitStatus(member.name, *self._rollout_waits_for(member), member.seconds)
-            elif member.state == "waits":
+            elif member.state == "waits" and not member.name.startswith("actor-"):
                 yield WaitStatus(member.name, "the rollouts", "rows", member.seconds)
 
     def _rollout_waits_for(self, member: MemberStatus) -> tuple[str, str]:

@@ -142,7 +142,7 @@ class Actor:
         """Forget the step in progress, because the run ends within it. The updates made so far are kept. A collective of all ranks."""
         if self.updates and self.group.is_lead:
             made = f"{len(self.updates)} of the {self._num_updates} updates of step {self.version + 1}"
-            print(f"the run ends within a step: the weights include {made}, so a replay will differ", flush=True)
+            say(f"the run ends within a step: the weights include {made}, so a replay will differ")
         self.batches = []
         self.updates = []
         self._num_groups = 0

@@ -1,5 +1,6 @@
 """`headrace status` of a run under way, of one that has ended, of one that starts, and of a folder that is none."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from headrace.comm.mailbox import StoreMailboxes
 from headrace.comm.messages import MemberStatus, StatusReport, StatusRequested, WaitStatus
 from headrace.comm.store.client import StoreClient
 from headrace.comm.store.server import StoreServer
+from headrace.launch.config import run_folder
 from headrace.launch.config.run_folder import CONFIG_FILE, SUMMARY_FILE, lock_run_folder
 from headrace.launch.status.command import main, status
 
@@ -115,6 +117,8 @@ def test_a_folder_of_no_run_is_a_mistake(tmp_path: Path, monkeypatch, capsys: py
     assert f"{tmp_path} is not the folder of a run: it has no config.yaml" in capsys.readouterr().err
     monkeypatch.delenv("HEADRACE_SECRET")
     assert status([str(tmp_path / "none")]) == 2
+    assert f"there is no folder {tmp_path / 'none'}; the folder of a run that starts is made" in capsys.readouterr().err
+    assert status(["localhost:1234"]) == 2
     assert "is not the folder of a run; an address needs HEADRACE_SECRET too" in capsys.readouterr().err
 
 
@@ -138,3 +142,17 @@ def test_the_status_imports_no_large_library(run_dir: Path):
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert done.returncode == 1 and "headrace" in loaded
     assert not loaded & {"torch", "transformers", "rich", "tensorboard", "datasets"}
+
+
+def test_a_look_at_the_lock_does_not_refuse_a_start(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    with (run_dir / "lock").open("wb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        waits: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            fcntl.flock(looking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(run_folder.time, "sleep", sleep)
+        with lock_run_folder(run_dir):
+            assert len(waits) == 1

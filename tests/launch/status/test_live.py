@@ -116,3 +116,85 @@ def test_through_a_pipe_the_lines_are_plain(command: list[str], tmp_path: Path):
         output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and "\x1b" not in output and "picture" not in output
     assert sorted(words(output)[:-2]) == sorted(WRITTEN)
+
+
+STOPPED = """
+import logging, os, sys, time
+from pathlib import Path
+import headrace.launch.status.live as live
+
+class Stub(live.Reports):
+    def start(self): pass
+    def close(self): pass
+    def picture(self, size): return ["picture"]
+
+live.Reports = Stub
+live.REFRESH_S = 0.05
+folder = Path(sys.argv[1])
+"""
+UNREAD = """
+logging.disable()  # it would wait for the terminal
+live._JOIN_S = 0.05
+with live.live_terminal(folder, is_first=True) as terminal:
+    terminal.start()
+    os.write(1, b"a line of the run\\n" * 20000)
+others = [(folder / str(number)).open("wb") for number in range(8)]
+(folder / "closed").write_text("closed")
+terminal._thread.join()
+"""
+BACKGROUND = """
+looks = []
+live.is_foreground = lambda descriptor: looks.append(time.monotonic())
+with live.live_terminal(folder, is_first=True) as terminal:
+    terminal.start()
+    deadline = time.monotonic() + 60
+    while len(looks) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+print(f"5 turns took at least 0.2 s: {looks[5] - looks[0] >= 0.2}")
+"""
+CONTINUED = """
+import signal
+with live.live_terminal(folder, is_first=True) as terminal:
+    terminal.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCONT])  # another thread gets it
+    (folder / "go").read_text()
+"""
+ENDLESS = """
+with live.live_terminal(folder, is_first=True) as terminal:
+    terminal.start()
+    os.write(1, b"\\r10 %" * 20000)
+    input()
+"""
+
+
+def test_a_terminal_that_is_stopped_gets_the_rest_later_and_no_other_file_does(tmp_path: Path):
+    os.mkfifo(tmp_path / "closed")
+    with Terminal([sys.executable, "-c", STOPPED + UNREAD, str(tmp_path)], {}) as terminal:
+        assert (tmp_path / "closed").read_text() == "closed"
+        code, text = terminal.end(PATIENCE_S)
+    assert code == 0 and text.count("a line of the run") == 20000
+    assert not any((tmp_path / str(number)).read_bytes() for number in range(8)), "written to another file"
+
+
+def test_a_launcher_in_the_background_looks_at_its_terminal_once_a_moment(tmp_path: Path):
+    with Terminal([sys.executable, "-c", STOPPED + BACKGROUND, str(tmp_path)], {}) as terminal:
+        code, text = terminal.end(PATIENCE_S)
+    assert code == 0 and "5 turns took at least 0.2 s: True" in text and "picture" not in text
+
+
+def test_a_line_without_an_end_is_shown_before_it_has_grown_large(tmp_path: Path):
+    with Terminal([sys.executable, "-c", STOPPED + ENDLESS, str(tmp_path)], {}) as terminal:
+        terminal.until(lambda text: "10 %" in text, PATIENCE_S)
+        terminal.type(b"\n")
+        assert terminal.end(PATIENCE_S)[0] == 0
+
+
+def test_a_launcher_that_is_continued_draws_below_what_the_shell_has_written_since(tmp_path: Path):
+    os.mkfifo(tmp_path / "go")
+    with Terminal([sys.executable, "-c", STOPPED + CONTINUED, str(tmp_path)], {}) as terminal:
+        terminal.until(lambda text: "picture" in text, PATIENCE_S)
+        os.kill(terminal.process.pid, signal.SIGCONT)
+        terminal.until(lambda text: text.count("picture") == 2, PATIENCE_S)
+        go(tmp_path)
+        code, text = terminal.end(PATIENCE_S)
+    assert code == 0 and text.count("picture") == 1, "the one before stays, as the shell's lines do"

@@ -307,3 +307,16 @@ def test_the_hubs_loop_looks_at_the_time(
     run.now += 1.5
     loop.step()
     assert "alarm: no step for 2 s" in capsys.readouterr().out
+
+
+def test_the_alarm_that_no_step_came_is_not_told_after_one_has_come(make: MakeRun):
+    run = make()
+    run.wait(2 * FIRST_ALARM_S)
+    assert run.hub.context.alarm.endswith("the trainer has not published the policy yet, which it loads first")
+    run.hub.state.step += 1
+    run.wait(1.0)
+    assert not run.hub.context.alarm
+    run.hub.context.keep_alarm("another")
+    run.hub.state.step += 1
+    run.wait(1.0)
+    assert run.hub.context.alarm == "after step 1: another"

@@ -11,15 +11,19 @@ from support.in_memory import MemoryFleet
 from headrace.comm.mailbox import Envelope
 from headrace.comm.messages import (
     BusyReport,
+    ColumnsAdded,
     DrainRequested,
     LoadReport,
     Message,
     RequestRows,
+    RowBatch,
     StatusReport,
     StepTrained,
     TrainerState,
 )
 from headrace.relay.hub.overview import SILENT_S, Overview
+from headrace.relay.journal.events import Ending
+from headrace.relay.queue.tasks import Task
 
 NAMES = ("hub", "actor-0", "relay-0", "rollout-0", "rollout-1")
 ROLES = (("hub", 0), ("actor", 0), ("relay", 0), ("rollout", 0), ("rollout", 1))
@@ -42,6 +46,17 @@ class Watched:
         known: dict[str, Any] = {"version": 0, "num_running": 0, "num_waiting": 0} | facts
         self.say(sender, LoadReport(**known, kv_util=0.0, tokens=tokens, busy_s=busy_s, idle_s=0.0, pull_s=0.0))
 
+    def look(self) -> None:
+        self.overview.look(self.fleets["hub-0"].members())
+
+    def restart(self, role: str, index: int) -> None:
+        """The process ends, and the next one of its name joins."""
+        self.look()
+        self.fleets[f"{role}-{index}"].leave()
+        self.look()
+        self.fleets[f"{role}-{index}"] = MemoryFleet.join_network(self.scene.network, role, index)
+        self.look()
+
     def report(self) -> StatusReport:
         return self.overview.report(self.fleets["hub-0"].members())
 
@@ -56,8 +71,8 @@ class Watched:
 def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     scenes: list[Scene] = []
 
-    def make(**settings: int) -> Watched:
-        scenes.append(Scene(tmp_path, **settings))  # pyright: ignore[reportArgumentType]
+    def make(**settings: Any) -> Watched:
+        scenes.append(Scene(tmp_path, **settings))
         return Watched(scenes[-1])
 
     yield make
@@ -86,6 +101,17 @@ def test_the_speed_of_a_rollout_is_that_of_its_last_reports(watched: Callable[..
     w.scene.now += 1
     w.load("rollout-0", tokens=7, num_running=1)
     assert next(member for member in w.report().members if member.name == "rollout-0").tokens_per_s == 7.0
+
+
+def test_reports_that_waited_for_a_hub_do_not_count_as_speed(watched: Callable[..., Watched]):
+    w = watched()
+    for tokens in range(0, 2000, 100):
+        w.scene.now += 0.001
+        w.load("rollout-0", tokens=tokens, num_running=3)
+    w.scene.now += 1.0
+    w.load("rollout-0", tokens=2000, num_running=3)
+    found = next(member for member in w.report().members if member.name == "rollout-0")
+    assert found.tokens_per_s == pytest.approx(100.0, rel=0.05)
 
 
 def test_a_rollout_is_at_work_if_it_has_been_since_its_last_report(watched: Callable[..., Watched]):
@@ -123,13 +149,77 @@ def test_a_frozen_rollout_is_silent_and_the_run_waits_for_it(watched: Callable[.
     w.say("relay-0", BusyReport(1.0, 1.0))
     assert w.waits() == [("the run", "rollout-1", "silent, with 2 trajectories", SILENT_S + 1)]
     assert w.state_of("relay-0") == "serves"
-    w.overview.forget("rollout-1")
+    w.restart("rollout", 1)
     w.scene.now += 2
     w.load("rollout-0")
     found = next(member for member in w.report().members if member.name == "rollout-1")
     assert (found.state, found.seconds) == ("loads", 2.0), "its next process"
     w.fleets["rollout-1"].leave()
     assert w.state_of("rollout-1") == "gone"
+
+
+def test_a_trainer_that_is_started_again_loads_and_its_first_process_speaks_for_all(watched: Callable[..., Watched]):
+    w = watched()
+    w.fleets["actor-1"] = MemoryFleet.join_network(w.scene.network, "actor", 1)
+    w.say("actor-0", TrainerState("trains"))
+    assert w.state_of("actor-0") == w.state_of("actor-1") == "trains"
+    w.say("actor-0", TrainerState("waits"))
+    w.scene.now = 5.0
+    assert [wait[0] for wait in w.waits()] == ["actor-0"]
+    w.restart("actor", 0)
+    w.scene.now = 7.0
+    assert w.state_of("actor-0") == w.state_of("actor-1") == "loads"
+    w.fleets["actor-0"].leave()
+    assert w.state_of("actor-0") == "gone"
+
+
+def test_after_a_restart_of_the_hub_the_trainer_counts_as_at_work_until_it_says_something(
+    watched: Callable[..., Watched],
+):
+    w = watched()
+    w.scene.hub.state.hub_restarts = 1
+    assert w.state_of("actor-0") == "trains" and w.state_of("rollout-0") == "loads"
+    w.say("actor-0", TrainerState("saves"))
+    assert w.state_of("actor-0") == "saves"
+    w.restart("actor", 0)
+    assert w.state_of("actor-0") == "loads"
+
+
+def test_a_task_of_the_queue_works_while_it_has_rows_and_waits_otherwise(watched: Callable[..., Watched]):
+    w = watched(tasks={"reference": Task("reference", yields=("ref_logprobs",)), "train": Task("train")})
+    w.scene.boxes["reference-0"] = w.scene.mailboxes.open("reference-0")
+    w.fleets["reference-0"] = MemoryFleet.join_network(w.scene.network, "reference", 0)
+    w.say("reference-0", RequestRows(1, ["reference"]))
+    w.scene.now = 6.0
+    assert ("reference-0", "the rollouts", "rows", 6.0) in w.waits()
+    w.scene.finish(w.scene.lease("rollout-0"))
+    w.scene.now = 9.0
+    assert w.state_of("reference-0") == "works" and "reference-0" not in [wait[0] for wait in w.waits()]
+    number = 1
+    while batches := w.scene.heard("reference-0"):
+        for batch in batches:
+            assert isinstance(batch, RowBatch)
+            rows = [row.row for row in batch.rows()]
+            units = [["relay-0#1"]] * len(rows)
+            w.say("reference-0", ColumnsAdded("reference", batch.batch_id, ["ref_logprobs"], rows, units))
+        number += 1
+        w.say("reference-0", RequestRows(number, ["reference"]))
+    w.scene.now = 13.0
+    assert ("reference-0", "the rollouts", "rows", 4.0) in w.waits(), "the time of its work does not count"
+
+
+def test_the_shards_of_a_rollout_are_not_told(watched: Callable[..., Watched]):
+    w = watched()
+    MemoryFleet.join_network(w.scene.network, "shard", 0)
+    assert [member.name for member in w.report().members] == [*NAMES]
+
+
+def test_processes_that_leave_at_the_end_of_the_run_have_ended(watched: Callable[..., Watched]):
+    w = watched()
+    w.look()
+    w.scene.hub.state.ending = Ending(status="finished")
+    w.fleets["rollout-1"].leave()
+    assert w.state_of("rollout-1") == "has ended"
 
 
 def test_an_idle_rollout_waits_for_the_trainer_if_the_queue_is_full(watched: Callable[..., Watched]):
