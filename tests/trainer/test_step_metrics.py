@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from msgspec.structs import replace
 
 from headrace.comm.messages import GroupId, TrainBatch
