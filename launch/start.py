@@ -12,6 +12,7 @@ from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
 from .command_line import flush_or_drop
 from .config.arguments import Arguments
+from .config.checks.trackers import check_trackers
 from .config.dry_run import DryRun
 from .config.gpus import Gpus
 from .config.load import read_recipe
@@ -61,6 +62,8 @@ def start(arguments: Arguments) -> int:
         return 0
     if dry_run is None:
         _say_what_starts(file, recipe)
+        if hosts.nnodes == 1:
+            check_trackers(recipe.run)  # before a policy is made, which takes minutes
     made = parts.add(file, recipe, () if arguments.is_dry_run else parts.MADE)
     overrides = [*arguments.overrides, *made.settings]
     recipe = _read_here(file, overrides, hosts)

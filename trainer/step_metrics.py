@@ -1,5 +1,7 @@
 """Sums over the micro-batches of a step, and the metrics computed from them."""
 
+import math
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -220,7 +222,16 @@ class StepMetrics:
 
 
 def _histogram(values: list[float] | list[int]) -> Histogram:
-    """In 30 equal intervals; those that are not finite are left out."""
+    """In 30 equal intervals; those that are not finite are left out.
+
+    All are in one interval where 30 edges would be too near each other, as for sums of the same parts in another order, or too far apart.
+    """
     numbers = np.array(values, np.float64)
-    counts, edges = np.histogram(numbers[np.isfinite(numbers)], bins=_INTERVALS)
+    numbers = numbers[np.isfinite(numbers)]
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            counts, edges = np.histogram(numbers, bins=_INTERVALS)
+    except ValueError:  # the edges would not be finite or would not rise
+        low, high = math.nextafter(numbers.min(), -math.inf), math.nextafter(numbers.max(), math.inf)
+        return Histogram([max(low, -sys.float_info.max), min(high, sys.float_info.max)], [len(numbers)])
     return Histogram(edges.tolist(), counts.tolist())

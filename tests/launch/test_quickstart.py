@@ -16,6 +16,7 @@ from support.polling import wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headrace
+from headrace.launch.config.checks import trackers
 from headrace.launch.config.load import read_recipe
 from headrace.launch.recipes import sort_digits
 from headrace.launch.recipes.parts import RECIPE, missing_parts
@@ -134,6 +135,16 @@ def test_a_quickstart_leaves_the_data_that_another_one_reads(tmp_path: Path, mon
 def test_the_quickstart_reports_a_mistake_like_the_program(capsys):
     assert main(["run.stpes=3"]) == 2
     assert capsys.readouterr().err == "headrace: error: unknown setting 'run.stpes'; the nearest is 'run.steps'\n"
+
+
+def test_a_tracker_without_its_package_is_refused_before_a_policy_is_made(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    assert main(["run.report_to=[wandb]"]) == 2
+    assert (
+        "error: run.report_to=wandb: the package wandb is not installed; pip install wandb" in capsys.readouterr().err
+    )
+    assert not any(tmp_path.iterdir())
 
 
 def quickstart(folder: Path, *words: str) -> "subprocess.Popen[str]":

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from headrace.comm.messages import GroupId, TrainBatch
 from headrace.comm.messages.queue import GroupRef
@@ -229,3 +230,13 @@ def test_ratios_that_are_not_finite_are_counted_in_the_outer_intervals():
     table.add(torch.tensor([math.inf, -math.inf, math.nan, 0.0, 0.0]), torch.tensor([True, True, True, True, False]))
     totals = table.totals()
     assert sum(totals) == 4 and totals[0] == 1 and totals[-1] == 2 and totals[len(totals) // 2] == 1
+
+
+@pytest.mark.parametrize("rewards", [(0.3, 0.1 + 0.2), (1.7e308, -1.7e308), (1e16, 1e16 + 2)])
+def test_rewards_that_are_too_near_or_too_far_apart_for_the_intervals_are_in_one(rewards: tuple[float, float]):
+    stats = stats_of(VERSION, shift=0.0)
+    stats.rows[:] = [replace(row, reward=reward) for row, reward in zip(stats.rows, rewards, strict=True)]
+    found = stats.histograms(VERSION)["reward"]
+    assert found.counts == [2]
+    low, high = found.edges
+    assert math.isfinite(low) and math.isfinite(high) and low <= min(rewards) < max(rewards) <= high

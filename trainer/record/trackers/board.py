@@ -77,6 +77,8 @@ class Board:
         self._folder = folder
         self._deadline_s = deadline_s
         self._first_step = first_step
+        self._has_step = False
+        """Whether this process has shown a step."""
         self._file = _new_file(folder, deadline_s)
         self._append(_Event(wall_time=time.time(), file_version="brain.Event:2"))
         start = _SessionLog(status=_SessionLog.START)
@@ -104,6 +106,7 @@ class Board:
         self._begin_hparams(changed)
 
     def step(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        self._has_step = True
         values = [
             _Summary.Value(tag=name, simple_value=value)
             for name, value in scalars.items()
@@ -112,8 +115,8 @@ class Board:
         self._append_values(step, values + [_histogram(name, found) for name, found in histograms.items()])
 
     def evaluation(self, version: int, scalars: Mapping[str, float]) -> None:
-        """An evaluation. A trainer that starts again may get one again that the trainer before has shown."""
-        if version == self._first_step - 1 and has_point(self._folder, "eval/version", version):
+        """An evaluation. Before its first step, a trainer that starts again may get one that the trainer before has shown, of any version."""
+        if not self._has_step and version < self._first_step and has_point(self._folder, "eval/version", version):
             return
         self._append_values(version, [_Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()])
 

@@ -88,7 +88,8 @@ class TrackerFeed:
                 self._process.wait(wait.remaining_s)
         if self._process.poll() is None:
             kill_tree(self._process.pid, _KILL_S)
-            self._process.wait(_KILL_S)
+            with suppress(subprocess.TimeoutExpired):  # it may be in a call of the kernel that has not returned
+                self._process.wait(_KILL_S)
             say(
                 f"warning: {self._setting}: it has not finished within {deadline_s:g} s of the end of the run, so its process was"
                 " ended; metrics.jsonl has all numbers"

@@ -9,11 +9,14 @@ import msgspec
 from ....comm.recipe import Recipe
 
 HIDDEN = "***"
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_USER = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
 """The user and password of an address."""
-_SECRET = re.compile(r"key|token$|secret|passw", re.IGNORECASE)
-_IN_QUERY = re.compile(r"([?&#;](?:[^=&#;\s]*(?:key|token|secret|passw)[^=&#;\s]*)=)[^&#;\s]+", re.IGNORECASE)
-"""A value in an address whose name says that it is secret."""
+_WORDS = "key|secret|passw|credential|signature|^sig$|^auth"
+_SECRET = re.compile(f"{_WORDS}|token$", re.IGNORECASE)
+_IN_QUERY = re.compile(r"(?<=[?&#;])([^=&#;\s]+)=([^&#;\s]+)")
+"""A name in an address and its value."""
+_IN_ADDRESS = re.compile(f"{_WORDS}|token", re.IGNORECASE)
+"""The names there whose values are secret."""
 
 
 def shown_settings(recipe: Recipe) -> dict[str, Any]:
@@ -41,12 +44,18 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and _SECRET.search(name) is not None
+    # A number that is called a key is a count, such as one of heads.
+    return isinstance(value, str | list | tuple) and bool(value) and _SECRET.search(name) is not None
+
+
+def _hide_in_query(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    return f"{name}={HIDDEN if _IN_ADDRESS.search(name) else value}"
 
 
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, str) and "://" in value:
-        return _IN_QUERY.sub(rf"\1{HIDDEN}", _USER.sub(HIDDEN, value))
+        return _IN_QUERY.sub(_hide_in_query, _USER.sub(HIDDEN, value))
     if isinstance(value, Mapping):
         return {name: HIDDEN if _is_secret(name, part) else _without_secrets(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -100,6 +100,17 @@ def test_a_resumed_run_replaces_the_steps_that_it_trains_again(folder: Path):
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.5), (1, 9.0)]
 
 
+@pytest.mark.parametrize("version", [2, 4])
+def test_an_evaluation_that_comes_again_after_a_crash_is_shown_once(tmp_path: Path, version: int):
+    """Its version may be some steps before the one that was in training."""
+    for _ in range(2):
+        board = Board(tmp_path, 5, deadline_s=60)
+        board.evaluation(version, {"eval/version": float(version), "eval/a/avg@1": 0.25})
+        board.end(None)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval/a/avg@1")] == [(version, 0.25)]
+
+
 def test_an_image_is_shown_with_its_size(tmp_path: Path):
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -117,7 +117,7 @@ def test_trackio_stores_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pyte
                 found.setdefault(name, []).append((step, value))
             else:
                 others.append((name, value))
-    assert found.pop("reward_last") == [(3, 0.5), (5, 0.5)]
+    assert found.pop("reward_last") == [(4, 0.5), (6, 0.5)]
     assert found == scalars(lines)
     assert [name for name, _ in others].count("reward") == 6
     assert [value["_value"] for name, value in others if name == "samples"] == ["    2 < 3"] * 2
