@@ -36,7 +36,7 @@ def tidy(run_dir: Path, summary: Mapping[str, Any], *, with_trace: bool) -> None
         _show_in_tensorboard(run_dir)
         if is_finished:
             _remove_needless(run_dir, with_trace=with_trace)
-    except (OSError, DiskFull) as error:
+    except (OSError, DiskFull, ValueError, KeyError) as error:  # a full disk, or a damaged trace
         print_message(f"warning: {run_dir} is not tidied: {getattr(error, 'strerror', None) or error}")
 
 
