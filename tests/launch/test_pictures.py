@@ -1,0 +1,136 @@
+"""The pictures of the documents: a run of the calculator on its console, in the viewer and in TensorBoard, and what can be read there."""
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.chromium import Page
+from support.pictures import keep, lines_of_svg, save_small, size_of_png, svg_of_terminal
+from support.source_tree import ROOT
+from support.terminal import Terminal
+
+from headrace.comm.messages import MemberStatus, StatusReport, WaitStatus
+from headrace.launch.recipes.parts import CALCULATOR, TASKS, make_policy
+from headrace.launch.status.picture import lines
+from headrace.trainer.record.trackers.board import LAYOUT
+
+PATIENCE_S = 3000.0
+"""A bound against hanging tests; the machine may be slow."""
+STEPS = 24
+WARM_UP_STEPS = 160
+"""A third of the recipe's: a policy that is still often wrong has calls worth looking at, and is made in less time."""
+COMMAND = ("run", "calculator", f"run.steps={STEPS}")
+COLUMNS, LINES = 104, 36
+ROLES = ("hub", "actor-0", "relay-0", "rollout-0", "rollout-1")
+FOLDER = ROOT / "docs/use/pictures"
+PAGES = {"console.svg": "running.md", "viewer.png": "viewer.md", "tensorboard.png": "trackers.md"}
+MAX_BYTES = 150_000
+WINDOW = (1400, 900)
+
+COUNT = "document.querySelector('#count').textContent"
+DETAIL = "document.querySelector('#detail').innerText.replace(/\\s+/g, ' ')"
+DEEP_TEXT = """(() => {
+    const texts = (node) => node.nodeType === Node.TEXT_NODE ? [node.data]
+        : ["STYLE", "SCRIPT", "TEMPLATE"].includes(node.nodeName) || (node.checkVisibility && !node.checkVisibility()) ? []
+        : [...(node.shadowRoot || node).childNodes].flatMap(texts);
+    return texts(document.body).map((text) => text.trim()).filter((text) => text);
+})()"""
+"""The texts of a page that are there to see, also those of its shadow trees."""
+
+
+class Seen(NamedTuple):
+    """The folder in which the run was started, and the picture of its console in the middle of it."""
+
+    home: Path
+    console: Path
+
+    @property
+    def run_dir(self) -> Path:
+        return self.home / "runs/calculator"
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The lines of `metrics.jsonl`."""
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def headrace(*words: str) -> list[str]:
+    return [sys.executable, "-m", "headrace", *words]
+
+
+def is_worth_showing(text: str) -> bool:
+    """Whether the samples of step 10 are on the screen, and the whole status with a wait is below them."""
+    shown = text.splitlines()[-LINES:]
+    status = "\n".join(shown[-12:])
+    return (
+        any(line.startswith("  sample ") for line in shown)
+        and re.search(rf"^1\d of {STEPS} steps .* left$", status, re.MULTILINE) is not None
+        and all(re.search(rf"^{role} ", status, re.MULTILINE) for role in ROLES)
+        and re.search(r"^groups: .* window \d+$", status, re.MULTILINE) is not None
+        and re.search(r" waits for .*, \d+ s$", shown[-1] or shown[-2]) is not None
+    )
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    """A run of the recipe on a terminal, from a folder of its own."""
+    home = tmp_path_factory.mktemp("pictures")
+    policy = home / "runs/calculator-policy/seed-0/policy"
+    policy.parent.mkdir(parents=True)
+    make_policy(policy, 0, TASKS[CALCULATOR]._replace(warm_up_steps=WARM_UP_STEPS))
+    console = home / "console.svg"
+    command = ["bash", "-c", 'cd "$1" && shift && exec "$@"', "run", str(home), *headrace(*COMMAND)]
+    with Terminal(command, {}, COLUMNS, LINES) as terminal:
+        terminal.until(is_worth_showing, PATIENCE_S)
+        console.write_text(svg_of_terminal(terminal.shown, LINES, " ".join(("headrace", *COMMAND))))
+        code, text = terminal.end(PATIENCE_S)
+    assert code == 0, text
+    yield Seen(home, console)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_the_console_shows_steps_samples_the_processes_the_queue_and_waits(seen: Seen):
+    shown = lines_of_svg(seen.console.read_text())
+    assert shown[0] == " ".join(("headrace", *COMMAND)), "the title"
+    steps = [line for line in shown if re.search(rf" step +\d+/{STEPS}  reward \d\.\d{{3}}", line)]
+    assert len(steps) >= 2
+    assert any("<calc>" in line and "<result>" in line for line in shown), "a sample calls the tool"
+    assert_has_the_status(shown)
+    keep(seen.console)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_wrong_call_is_found_in_the_viewer_with_three_clicks(seen: Seen, tmp_path: Path):
+    samples = [json.loads(line) for line in (seen.run_dir / "samples.jsonl").read_text().splitlines()]
+    with Terminal(headrace("view", str(seen.run_dir)), {}, 1000) as terminal:
+        text = terminal.until(lambda text: "Ctrl-C" in text, PATIENCE_S)
+        (address,) = re.findall(r"http://\S+", text)
+        page = Page(tmp_path)
+        page.open(address)
+        page.until(f"{COUNT} === '{len(samples)} of {len(samples)} samples'")
+        page.until("document.querySelectorAll('.chart').length === 6")
+        clicks = ("#with-calls", "#head [data-name=reward] button", "#visible .row")
+        for selector in clicks:
+            page.click(selector)
+        page.until("document.querySelector('#detail details') !== null")
+        assert len(clicks) <= 3
+        page.run("document.querySelectorAll('#detail details').forEach((e) => { e.open = true; })")
+        detail = page.run(DETAIL)
+        (prompt,) = re.findall(r"\d\d\*\d\d=", detail)[:1]
+        (call,) = re.findall(r"calc\((.*?)\) → (\d*)", detail)[:1]
+        found = [s for s in samples if s["num_calls"] and s["reward"] == 0 and s["prompt"] == prompt]
+        assert any(call == (str(c["arguments"][0]), c["result"]) for s in found for t in s["turns"] for c in t.get("calls", ()))
+        assert "reward 0" in detail
+        charts = page.run("[...document.querySelectorAll('.chart b')].map((e) => e.textContent)")
+        assert {"reward/mean", "response_length/mean", "staleness/mean"} <= {*charts}
+        offered = page.run("[...document.querySelectorAll('#names label')].map((e) => e.textContent.trim())")
+        assert {name for name in offered if name.startswith("tools/")}
+        page.run(f"(() => {{ const e = document.querySelector('#run'); e.textContent = e.textContent.replace({json.dumps(str(seen.home))}, '/home/me'); }})()")
+        save_small(page.picture(), tmp_path / "viewer.png")
+    keep(tmp_path / "viewer.png")
