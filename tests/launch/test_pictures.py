@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,3 +135,73 @@ def test_a_wrong_call_is_found_in_the_viewer_with_three_clicks(seen: Seen, tmp_p
         page.run(f"(() => {{ const e = document.querySelector('#run'); e.textContent = e.textContent.replace({json.dumps(str(seen.home))}, '/home/me'); }})()")
         save_small(page.picture(), tmp_path / "viewer.png")
     keep(tmp_path / "viewer.png")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_tensorboard_shows_every_metric_and_the_groups_of_charts(seen: Seen, tmp_path: Path):
+    names = {name for line in seen.metrics() for name, value in line.items() if isinstance(value, int | float)} - {"step"}
+    tensorboard = [sys.executable, "-m", "tensorboard.main", "--logdir", str(seen.home / "runs"), "--port", "0"]
+    with Terminal([*tensorboard, "--load_fast", "false"], {}, 1000) as terminal:
+        text = terminal.until(lambda text: re.search(r"http://\S+ ", text), PATIENCE_S)
+        (address,) = re.findall(r"http://\S+", text)
+        page = Page(tmp_path)
+        page.open(f"{address}#timeseries")
+        shown = texts_of(page, "reward")
+        counted = {name: int(number) for name, number in re.findall(r"\n([\w ]+)\n(\d+) cards?\b", "\n".join(shown))}
+        for group, number in Counter(name.partition("/")[0] for name in names).items():
+            assert counted[group] >= number, f"{group}: {counted}"
+        cards = {group + rest for group, rest in pairwise(shown) if rest.startswith("/")}
+        assert cards and cards <= names, "those of the groups that are open"
+        page.open(f"{address}#custom_scalars")
+        shown = texts_of(page, "learning")
+        assert {*LAYOUT, *LAYOUT["learning"]} <= {*shown}
+        save_small(page.picture(), tmp_path / "tensorboard.png")
+    keep(tmp_path / "tensorboard.png")
+
+
+def texts_of(page: Page, awaited: str) -> list[str]:
+    """The texts on a page once one of them is `awaited`."""
+    page.until(f"{DEEP_TEXT}.includes({json.dumps(awaited)})")
+    return page.run(DEEP_TEXT)
+
+
+def shape(line: str) -> str:
+    """A line of the status with its numbers and gaps made equal."""
+    return re.sub(r"\d[\d.,:]*", "0", re.sub(r" {2,}", "  ", line))
+
+
+def assert_has_the_status(shown: list[str]) -> None:
+    """The lines have the words that the status of today has."""
+    queue = {"step": 16, "in_training": 5, "ready": 3, "begun": 8, "window": 24}
+    members = [MemberStatus(name, "here", 1, 0, state, version=3) for name, state in (("hub", "decides"), ("relay-0", "serves"))]
+    report = StatusReport(
+        12, 12, members, {}, num_steps=STEPS, elapsed_s=125.0, left_s=185.0, step_s=1.9, reward=0.4, queue=queue,
+        waits=[WaitStatus("actor-0", "rollout-0", "groups", 1.0)],
+    )  # fmt: skip
+    head, groups, *roles, wait = [shape(line.text) for line in lines(report)]
+    shapes = [shape(line) for line in shown]
+    for wanted in (head, groups, roles[1]):
+        assert wanted in shapes, f"{wanted} is not among {shapes}: run docs/pictures.sh"
+    for role in ROLES:
+        assert any(line.startswith(f"{role} ") for line in shown), role
+    between = wait.partition(" ")[2].partition(" rollout")[0]
+    assert any(f" {between} " in line for line in shown), f"nobody {between} in {shown}"
+
+
+@pytest.mark.parametrize(("name", "page"), PAGES.items())
+def test_a_page_shows_its_picture_with_words_for_those_who_do_not_see_it(name: str, page: str):
+    found = re.findall(rf"!\[([^\]]+)\]\(pictures/{re.escape(name)}\)", (ROOT / "docs/use" / page).read_text())
+    assert len(found) == 1 and len(found[0].split()) >= 8
+    assert (FOLDER / name).stat().st_size <= MAX_BYTES
+
+
+def test_the_pictures_of_pages_are_of_one_window():
+    assert {size_of_png(FOLDER / name) for name in PAGES if name.endswith(".png")} == {WINDOW}
+    assert {path.name for path in FOLDER.iterdir()} == {*PAGES}
+
+
+def test_the_picture_of_the_console_has_the_words_that_the_status_has_today():
+    picture = (FOLDER / "console.svg").read_text()
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
+    assert_has_the_status(lines_of_svg(picture))
