@@ -99,6 +99,10 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
+    def resize(self, width: int, height: int) -> None:
+        """Give the page's part of the window another size, in pixels."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
     def picture(self) -> bytes:
         """What the window shows, as a PNG."""
         return b64decode(self.call("Page.captureScreenshot", format="png")["data"])
