@@ -23,13 +23,13 @@ from headrace.trainer.record.trackers.board import LAYOUT
 
 PATIENCE_S = 3000.0
 """A bound against hanging tests; the machine may be slow."""
-STEPS = 24
+STEPS = 20
 WARM_UP_STEPS = 160
 """A third of the recipe's: a policy that is still often wrong has calls worth looking at, and is made in less time."""
 MADE_POLICY = ROOT / "runs/calculator-policy/seed-0/policy"
 """Taken where a run of the calculator from this checkout has left one."""
 COMMAND = ("run", "calculator", f"run.steps={STEPS}")
-COLUMNS, LINES = 104, 36
+COLUMNS, LINES = 120, 36
 ROLES = ("hub", "actor-0", "relay-0", "rollout-0", "rollout-1")
 FOLDER = ROOT / "docs/use/pictures"
 PAGES = {"console.svg": "running.md", "viewer.png": "viewer.md", "tensorboard.png": "trackers.md"}
@@ -102,7 +102,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_the_console_shows_steps_samples_the_processes_the_queue_and_waits(seen: Seen):
     shown = lines_of_svg(seen.console.read_text())
-    assert shown[0] == " ".join(("headrace", *COMMAND)), "the title"
+    assert " ".join(("headrace", *COMMAND)) in shown, "the title"
     steps = [line for line in shown if re.search(rf" step +\d+/{STEPS}  reward \d\.\d{{3}}", line)]
     assert len(steps) >= 2
     assert any("<calc>" in line and "<result>" in line for line in shown), "a sample calls the tool"
@@ -219,5 +219,5 @@ def test_the_pictures_of_pages_are_of_one_window():
 
 def test_the_picture_of_the_console_has_the_words_that_the_status_has_today():
     picture = (FOLDER / "console.svg").read_text()
-    assert "http" not in picture.replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
+    assert "url(http" not in picture and "href" not in picture, "it loads nothing"
     assert_has_the_status(lines_of_svg(picture))

@@ -35,7 +35,7 @@ def svg_of_terminal(shown: Shown, num_lines: int, title: str) -> str:
 
 
 def lines_of_svg(svg: str) -> list[str]:
-    """The texts of a picture by their lines, from the top; the first one is the title."""
+    """The texts of a picture, a line each; the title is among them."""
     lines: defaultdict[float, list[tuple[float, str]]] = defaultdict(list)
     for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
         text = "".join(element.itertext()).replace("\xa0", " ")
