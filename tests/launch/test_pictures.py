@@ -174,7 +174,7 @@ def test_tensorboard_shows_every_metric_and_the_groups_of_charts(seen: Seen, tmp
         shown = texts_of(page, "reward")
         counted = {name: int(number) for name, number in re.findall(r"\n([\w ]+)\n(\d+) cards?\b", "\n".join(shown))}
         for group, number in Counter(name.partition("/")[0] for name in names).items():
-            assert counted[group] >= number, f"{group}: {counted}"
+            assert group in shown and counted.get(group, 1) >= number, f"{group}: {counted}"  # a single card is not counted
         cards = {group + rest for group, rest in pairwise(shown) if rest.startswith("/")}
         assert cards and cards <= names, "those of the groups that are open"
         page.open(f"{address}?#custom_scalars")  # with another address than before, so that it is loaded
