@@ -50,6 +50,12 @@ DEEP_TEXT = """(() => {
 })()"""
 """The texts of a page that are there to see, also those of its shadow trees."""
 
+NUM_LOADING = """(() => {
+    const all = (root) => [...root.querySelectorAll("*")].flatMap((e) => [e, ...(e.shadowRoot ? all(e.shadowRoot) : [])]);
+    return all(document).filter((e) => e.nodeName.includes("SPINNER") && e.active).length;
+})()"""
+"""The number of charts whose data has not come."""
+
 
 class Seen(NamedTuple):
     """The folder in which the run was started, and the picture of its console in the middle of it."""
@@ -68,6 +74,11 @@ class Seen(NamedTuple):
 
 def headrace(*words: str) -> list[str]:
     return [sys.executable, "-m", "headrace", *words]
+
+
+def within(folder: Path, command: list[str]) -> list[str]:
+    """The command, started in a folder."""
+    return ["bash", "-c", 'cd "$1" && shift && exec "$@"', "within", str(folder), *command]
 
 
 def is_worth_showing(text: str) -> bool:
@@ -95,8 +106,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         shutil.copytree(MADE_POLICY, policy)
     make_policy(policy, 0, TASKS[CALCULATOR]._replace(warm_up_steps=WARM_UP_STEPS))
     console = home / "console.svg"
-    command = ["bash", "-c", 'cd "$1" && shift && exec "$@"', "run", str(home), *headrace(*COMMAND)]
-    with Terminal(command, {}, COLUMNS, LINES) as terminal:
+    with Terminal(within(home, headrace(*COMMAND)), {}, COLUMNS, LINES) as terminal:
         terminal.until(is_worth_showing, PATIENCE_S)
         console.write_text(svg_of_terminal(terminal.shown, LINES, " ".join(("headrace", *COMMAND))))
         code, text = terminal.end(PATIENCE_S)
@@ -164,8 +174,8 @@ def test_tensorboard_shows_every_metric_and_the_groups_of_charts(seen: Seen, tmp
         "step",
         "time_s",
     }
-    tensorboard = [sys.executable, "-m", "tensorboard.main", "--logdir", str(seen.home / "runs"), "--port", "0"]
-    with Terminal([*tensorboard, "--load_fast", "false"], {}, 1000) as terminal:
+    tensorboard = [sys.executable, "-m", "tensorboard.main", "--logdir", "runs", "--port", "0", "--load_fast", "false"]
+    with Terminal(within(seen.home, tensorboard), {}, 1000) as terminal:
         text = terminal.until(lambda text: re.search(r"http://\S+ ", text), PATIENCE_S)
         (address,) = re.findall(r"http://\S+", text)
         page = Page(tmp_path)
@@ -174,12 +184,15 @@ def test_tensorboard_shows_every_metric_and_the_groups_of_charts(seen: Seen, tmp
         shown = texts_of(page, "reward")
         counted = {name: int(number) for name, number in re.findall(r"\n([\w ]+)\n(\d+) cards?\b", "\n".join(shown))}
         for group, number in Counter(name.partition("/")[0] for name in names).items():
-            assert group in shown and counted.get(group, 1) >= number, f"{group}: {counted}"  # a single card is not counted
+            assert group in shown and counted.get(group, 1) >= number, (
+                f"{group}: {counted}"
+            )  # a single card is not counted
         cards = {group + rest for group, rest in pairwise(shown) if rest.startswith("/")}
         assert cards and cards <= names, "those of the groups that are open"
         page.open(f"{address}?#custom_scalars")  # with another address than before, so that it is loaded
         shown = texts_of(page, "learning")
         assert {*LAYOUT, *LAYOUT["learning"]} <= {*shown}
+        page.until(f"{NUM_LOADING} <= 1")  # without evaluations their chart stays empty
         save_small(page.picture(), tmp_path / "tensorboard.png")
     keep(tmp_path / "tensorboard.png")
 
