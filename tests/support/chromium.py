@@ -7,6 +7,7 @@ import select
 import shutil
 import subprocess
 import time
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,14 @@ class Page:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the page's part of the window another size, in pixels."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def picture(self) -> bytes:
+        """What the window shows, as a PNG."""
+        return b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def figures(self) -> dict[str, float]:
         """What the protocol measures of the page, by name; `ThreadTime` in seconds of a processor."""

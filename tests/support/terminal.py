@@ -21,8 +21,11 @@ class Shown:
     def __init__(self, columns: int) -> None:
         self.columns = columns
         self.lines = [""]
+        self.styles: dict[int, str] = {}
+        """The control sequence before the last text of a line, by its number; lines in the terminal's own colours have none."""
         self.row = 0
         self.column = 0
+        self._style = ""
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
@@ -60,14 +63,18 @@ class Shown:
             assert number in ("", "0"), number
             self.lines[self.row] = self.lines[self.row][: self.column]
             del self.lines[self.row + 1 :]
+            self.styles = {row: style for row, style in self.styles.items() if row < self.row}
         else:
             assert kind == "m", f"sequence {number}{kind}"
+            self._style = f"\x1b[{number}m" if number.strip("0;") else ""
 
     def _text(self, text: str) -> None:
         for character in text:
             if self.column == self.columns:
                 self.column = 0
                 self._down()
+            if self._style:
+                self.styles[self.row] = self._style
             line = self.lines[self.row].ljust(self.column)
             self.lines[self.row] = line[: self.column] + character + line[self.column + 1 :]
             self.column += 1
