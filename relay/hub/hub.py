@@ -18,6 +18,7 @@ from ...comm.messages import (
     LoadReport,
     RestartPoint,
     TrainerStarted,
+    TrainerState,
     VersionReady,
     WeightsPulled,
 )
@@ -102,6 +103,7 @@ class Hub:
             TrainerStarted: self._on_trainer_started,
             LoadReport: self._on_load,
             BusyReport: self.fleet_stats.add,
+            TrainerState: lambda sender, message: None,  # for the overview alone
         }
         for handler in self.handlers:
             self.routes |= handler.routes

@@ -25,7 +25,6 @@ from ...comm.messages import (
     ListStoredRows,
     StatusRequested,
     StoredRows,
-    TrainerState,
     TrainingDone,
 )
 from ...comm.messages.base import storage_id_of
@@ -105,9 +104,7 @@ class HubLoop:
         self._joined: dict[str, int] = {}
         """The incarnations that have joined, by name."""
         self._checked_at = 0.0
-        # These are handled while the run ends, too.
-        hub.routes[StatusRequested] = self._on_status_requested
-        hub.routes[TrainerState] = lambda sender, message: None
+        hub.routes[StatusRequested] = self._on_status_requested  # it is answered while the run ends, too
 
     def step(self) -> ev.Ending | None:
         """Handle at most one message; returns how the run ends, or None while it continues."""
@@ -140,8 +137,6 @@ class HubLoop:
                 return ev.Ending(status="interrupted", error=error, exit_code=128 + number)
             case HeldRows():
                 pass  # the rollout was drained, so it holds none
-            case TrainerState():
-                pass  # for the overview alone
             case StoredRows(keys=keys):
                 self.hub.results.drop_needless(envelope.sender, keys)
             case message if not self.hub.handle(envelope):
