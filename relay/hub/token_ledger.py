@@ -129,7 +129,10 @@ class TokenLedger:
             "lost": tokens.lost + sum(entry.lost for entry in entries),
             "ready": tokens.ready,
         }
-        out["unfinished"] = 2 * (out["generated"] + out["restored"]) - sum(out.values())
+        unfinished = 2 * (out["generated"] + out["restored"]) - sum(out.values())
+        # What another rollout has continued counts as lost until that one reports again.
+        out["lost"] += min(unfinished, 0)
+        out["unfinished"] = max(unfinished, 0)
         return out
 
     def account(self) -> dict[str, int | bool]:

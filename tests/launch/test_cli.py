@@ -116,7 +116,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, words, setting
     changed = words | {key: value.format(folder=tmp_path) for key, value in settings.items()}
     assert main([str(tmp_path / "recipe.yaml"), *as_words(changed)]) == 2
     said = capsys.readouterr()
-    assert said.out.count("\n") <= 1 and "Traceback" not in said.out
+    assert said.out.count("\n") <= 2 and "Traceback" not in said.out
     assert said.err.startswith("headrace: error: ") and said.err.count("\n") == 1
     assert message.format(folder=tmp_path) in said.err
     made = Path(words["run.dir"]).exists()

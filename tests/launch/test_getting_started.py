@@ -54,7 +54,7 @@ def test_the_page_leads_from_three_files_to_a_model_that_is_evaluated_and_traine
     assert "of 3 prompts" in planned and not (home / "runs").exists()
 
     made, trained = (follow(home, line, steps=2) for line in training)
-    assert not made and "step    2/2" in trained and "held_out: avg@1" in trained
+    assert not made and "step 2/2" in trained and "held_out: avg@1" in trained
     run = headrace.Run(home / "runs" / "sums")
     assert run.model == run.dir / "checkpoints" / "step_2" / "hf" and "checkpoints/step_60/hf" in PAGE
     assert (run.dir / "checkpoints" / "latest").exists() and run.evaluations()

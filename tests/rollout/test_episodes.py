@@ -79,6 +79,8 @@ def assert_same(rows: Rows, unbroken: Rows) -> None:
     assert rows.keys() == unbroken.keys() and len(rows) == SAMPLES
     for row, columns in unbroken.items():
         for name, column in columns.items():
+            if name == "reward_info":  # it has the seconds of the tools
+                continue
             assert np.array_equal(column, rows[row][name]), f"{name} of {row}"
 
 

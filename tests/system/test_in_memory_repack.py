@@ -74,7 +74,7 @@ def rows_of(system: System) -> dict[str, np.ndarray]:
     for path in (system.dir / "rows").glob("*.safetensors"):
         for key, column in load_file(path).items():
             name, column_name = key.split("/")
-            if column_name != "versions":
+            if column_name not in ("versions", "reward_info"):  # the latter has the seconds of the tools
                 rows[f"{name.partition('@')[0]}/{column_name}"] = column
     return rows
 

@@ -83,7 +83,7 @@ def test_a_run_keeps_whole_groups_of_each_step_as_they_were_trained(tmp_path: Pa
     assert said.count("  sample ") == 2 and f"reward {max(line['reward'] for line in found[1][:2]):.3f}" in said
     board = EventAccumulator(str(system.dir / "tensorboard")).Reload()
     (event,) = board.Tensors("samples")
-    assert event.step == 0 and b"response" in event.tensor_proto.string_val[0]
+    assert event.step == 1 and b"response" in event.tensor_proto.string_val[0]
 
 
 def test_metrics_of_a_step_can_be_computed_from_its_samples(tmp_path: Path):

@@ -27,11 +27,13 @@ def test_tensorboard_and_a_tracker_have_the_numbers_of_each_step(tmp_path: Path,
     sent = {call["step"]: call["values"] for call in wandb.calls("log") if "samples" not in call["values"]}
     for line in lines:
         numbers = {name: line[name] for name in shown if name in line}
-        assert {name: shown[name][line["step"]] for name in numbers} == pytest.approx(numbers, rel=1e-6, nan_ok=True)
+        assert {name: shown[name][line["step"] + 1] for name in numbers} == pytest.approx(
+            numbers, rel=1e-6, nan_ok=True
+        )
         histograms = {"reward", "staleness", "is/log_ratio", "response_length"}
-        assert {name: value for name, value in sent[line["step"]].items() if name not in histograms} == numbers
+        assert {name: value for name, value in sent[line["step"] + 1].items() if name not in histograms} == numbers
         found = {event.step: tensor_util.make_ndarray(event.tensor_proto) for event in events.Tensors("staleness")}[
-            line["step"]
+            line["step"] + 1
         ]
         assert {str(age): int(row[2]) for age, row in enumerate(found) if row[2]} == line["staleness/hist"]
     for patterns in (patterns for charts in LAYOUT.values() for patterns in charts.values()):

@@ -15,7 +15,9 @@ TEXT = (
 
 
 def system_of(folder: Path, **settings: object) -> System:
-    system = System(folder, **({"run.steps": STEPS + 2, "checkpoint.every": 1} | settings))
+    system = System(
+        folder, **({"run.steps": STEPS + 2, "checkpoint.every": 1, "batch.prompts_per_step": 12} | settings)
+    )
     (folder / "rewards.py").write_text("def reward(completions, **rest):\n    return [0.5 for _ in completions]\n")
     return system
 

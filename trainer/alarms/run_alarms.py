@@ -16,7 +16,6 @@ WATCHES = (CollapseWatch, EqualRewards, CutResponses, UnusedTools, StalenessBoun
 """Classes of watches, each called with the recipe. A new alarm is a file and an entry here."""
 REPEATED_AFTER = 10
 """Steps without an alarm of a collapse after which the next one of the same cause is told again."""
-_PREFIX = "alarm/"
 
 
 class Told(NamedTuple):
@@ -55,7 +54,7 @@ class RunAlarms:
                 self.last_collapse = text
             else:
                 self.warnings.setdefault(alarm.cause, text)
-        return {f"{_PREFIX}{alarm.cause}": 1.0 for alarm in found}
+        return {f"alarm/{alarm.cause}": 1.0 for alarm in found}
 
     def told(self, checkpoint: int) -> list[Told]:
         """What the user is told after the last step; `checkpoint`: the newest one's step, for a run that an alarm ends."""

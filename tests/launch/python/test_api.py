@@ -48,7 +48,7 @@ def readme_run(home: Path) -> headrace.Run:
         [sys.executable, "script.py"], cwd=home, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step    2/2" in done.stdout
+    assert "step 2/2" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"{home}/runs/run/checkpoints/step_2/hf {{'eval/version': 2.0")
     return headrace.Run(home / "runs" / "run")
 
