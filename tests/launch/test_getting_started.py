@@ -70,4 +70,4 @@ def test_the_page_leads_from_three_files_to_a_model_that_is_evaluated_and_traine
     assert answered.returncode == 0, answered.stderr
 
     (line,) = resumed
-    assert "step    3/3" in follow(home, line, steps=3) and len(run.metrics) == 3
+    assert "step 3/3" in follow(home, line, steps=3) and len(run.metrics) == 3
