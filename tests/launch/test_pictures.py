@@ -31,7 +31,7 @@ COMMAND = ("run", "calculator", f"run.steps={STEPS}")
 COLUMNS, LINES = 120, 36
 ROLES = ("hub", "actor-0", "relay-0", "rollout-0", "rollout-1")
 FOLDER = ROOT / "docs/use/pictures"
-PAGES = {"console.svg": "running.md", "viewer.png": "viewer.md"}
+PAGES = {"console.svg": "running.md", "viewer.png": "viewer.md", "tensorboard.png": "trackers.md"}
 MAX_BYTES = 150_000
 WINDOW = (1400, 900)
 
