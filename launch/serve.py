@@ -8,7 +8,7 @@ from contextlib import closing
 from importlib.util import find_spec
 
 from ..comm.environment import sleeping_threads
-from ..comm.errors import HeadraceError, SettingError
+from ..comm.errors import SettingError
 from .command_line import CommandParser, exit_code
 
 KEY_VARIABLE = "HEADRACE_API_KEY"
@@ -54,19 +54,15 @@ def _serve(given: argparse.Namespace) -> None:
         raise SettingError(f"headrace serve needs {' and '.join(missing)}: pip install 'headrace[serve]'")
     if not 0 < given.timeout < float("inf"):
         raise SettingError(f"--timeout must be above 0, not {given.timeout:g}")
+    from .processes.full_gpu import full_gpu_in_one_line
     from .processes.signals import interrupted_by_sigterm
 
     with sleeping_threads(), interrupted_by_sigterm():
         try:
-            _run(given)
+            with full_gpu_in_one_line("rollout"):
+                _run(given)
         except KeyboardInterrupt:
             print(flush=True)
-        except RuntimeError as error:
-            from .processes.full_gpu import describe_full_gpu, is_full_gpu
-
-            if not is_full_gpu(error):
-                raise
-            raise HeadraceError(describe_full_gpu("rollout", error)) from error
 
 
 def _run(given: argparse.Namespace) -> None:

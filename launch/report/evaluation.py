@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ...comm.clock import estimate
 from ...comm.disk import AppendFile, say
-from ...comm.errors import HeadraceError, SettingError
+from ...comm.errors import SettingError
 from ...comm.recipe import CheckpointSettings, Recipe
 from ...relay.journal.evaluations import response_line
 from ...relay.journal.events import Evaluated
@@ -29,7 +29,7 @@ from ..config.model_files import ModelFiles
 from ..config.named_model import read_named
 from ..config.run_checkpoints import WHOLE, TrainedModel
 from ..processes.child import print_message
-from ..processes.full_gpu import describe_full_gpu, is_full_gpu
+from ..processes.full_gpu import full_gpu_in_one_line
 from .summary import print_table
 
 TELL_S = 10.0
@@ -63,12 +63,8 @@ def evaluate(request: EvalRequest) -> int:
 
     Raises `HeadraceError` with one line.
     """
-    try:
+    with full_gpu_in_one_line("rollout"):
         return _evaluate(request)
-    except RuntimeError as error:
-        if not is_full_gpu(error):
-            raise
-        raise HeadraceError(describe_full_gpu("rollout", error)) from error
 
 
 def _evaluated(recipe: Recipe) -> Recipe:

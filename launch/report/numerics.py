@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...comm.disk import say
-from ...comm.errors import HeadraceError, SettingError
+from ...comm.errors import SettingError
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...trainer.policy.checkpoint_files import find_checkpoint
@@ -20,7 +20,7 @@ from ..config.gpus import Gpus
 from ..config.model_files import ModelFiles, read_config
 from ..config.named_model import read_named
 from ..processes.child import print_message
-from ..processes.full_gpu import describe_full_gpu, is_full_gpu
+from ..processes.full_gpu import full_gpu_in_one_line
 from .mismatch import (
     FAR,
     GENERATOR,
@@ -80,14 +80,10 @@ def compare_engines(request: NumericsRequest) -> int:
     started = time.monotonic()
     say(f"numerics of {recipe.model.path} in {recipe.model.compute_type}; rollout.engine={recipe.rollout.engine}")
     rows = _checked_rows(recipe)
-    try:
+    with full_gpu_in_one_line("rollout"):
         from .scored_tokens import score
 
         samples = score(recipe, rows, request.num_samples, _Progress().tell)
-    except RuntimeError as error:
-        if not is_full_gpu(error):
-            raise
-        raise HeadraceError(describe_full_gpu("rollout", error)) from error
     found = [*mismatches(samples)]
     whole = next(mismatch for pair, name, mismatch in found if pair == (GENERATOR, TRAINER) and name == "all")
     for line in _table(found):
