@@ -27,6 +27,7 @@ LAB = "lab"
 """The section whose values stay as they are written, for `launch/lab`."""
 _ERROR = re.compile(r"(.*) - at `\$\.(\w+\.\w+)(.*)`", re.DOTALL)
 """The text of msgspec's `ValidationError`: the reason, the setting, and the place within its value."""
+_ITEM = re.compile(r"\[\d+\]")
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -189,7 +190,8 @@ def _explain(message: str, merged: Mapping[str, Mapping[str, Any]]) -> str:
     found = _ERROR.fullmatch(message)
     assert found is not None, message
     reason, name, inner = found.groups()
-    if inner:
+    is_wrong_word = reason.startswith("Invalid enum value") and _ITEM.fullmatch(inner)
+    if inner and not is_wrong_word:
         return f"{name}{inner}: {reason[0].lower()}{reason[1:]}"
     section, _, key = name.partition(".")
     value = merged[section][key]

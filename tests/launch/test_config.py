@@ -35,6 +35,10 @@ from headrace.launch.config.run_folder import make_run_folder
         ("run.dir.x=4", "run.dir is one value and has no settings of its own"),
         ("run.steps", "'run.steps' is not an override; write key=value"),
         ("run.steps=many", "run.steps=many is not allowed; it takes int >= 1"),
+        (
+            "run.report_to=[tensorboard,foo]",
+            'run.report_to=["tensorboard","foo"] is not allowed; it takes list of one of mlflow, tensorboard,',
+        ),
         ("run.steps=null", "run.steps=null is not allowed; it takes int >= 1"),
         ("run.steps=0", "run.steps=0 is not allowed; it takes int >= 1"),
         ("queue.max_staleness=x", "queue.max_staleness=x is not allowed; it takes int >= 0 or null"),
