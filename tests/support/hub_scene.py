@@ -26,6 +26,9 @@ from headrace.relay.queue.evaluation_prompts import EvaluationPrompts
 from headrace.relay.queue.schedules import SCHEDULES
 from headrace.relay.queue.tasks import Task, open_sampler
 
+FIRST = 1 << 32
+"""The number before the first request of a process's first incarnation."""
+
 
 class Scene:
     """A hub on a clock that the test advances, and mailboxes for two rollouts, a trainer and a relay.

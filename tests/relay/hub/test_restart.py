@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from support.hub_scene import Restart
+from support.hub_scene import FIRST, Restart
 
 from headrace.comm.messages import (
     CheckpointRequested,
@@ -28,9 +28,6 @@ from headrace.relay.hub.shutdown import Shutdown
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.records import RowStatus
 from headrace.relay.journal.replay import recover
-
-FIRST = 1 << 32
-"""The number before the first request of a process's first incarnation."""
 
 
 @pytest.fixture

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.hub_scene import Restart
+from support.hub_scene import FIRST, Restart
 
 from headrace.comm.messages import DrawnTokens, HeldRows, LeaseGrant, QueueRestored, RowDone, RowRef
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.replay import replay
 
 UNIT = ["relay-0#1"]
-FIRST = 1 << 32
-"""The number before the first request of a process's first incarnation."""
 
 
 @pytest.fixture

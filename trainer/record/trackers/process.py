@@ -175,9 +175,8 @@ def main() -> None:
     guard.ends_at = time.monotonic() + (_LEAVE_S if results is None else END_S)
     run.call("end", results)
     run.tell_failures()
-    signal.alarm(
-        max(1, int(guard.ends_at - time.monotonic()))
-    )  # the package's own work at exit, such as the removal of its files
+    # A bound on the package's own work at exit, such as the removal of its files.
+    signal.alarm(max(1, int(guard.ends_at - time.monotonic())))
     sys.exit(0)
 
 
