@@ -123,8 +123,8 @@ def test_the_tokens_of_a_rollout_that_dies_are_lost_but_for_those_that_another_c
     tokens = check(system, system.wait())
     events = system.events()
     (gone,) = [event for event in events if isinstance(event, RolloutGone)]
-    assert gone.holder == "rollout-0#1" and gone.ended < gone.drawn <= drawn["rollout-0"]
-    assert tokens["generated"] == gone.drawn + drawn["rollout-1"]
+    known = tokens["generated"] - drawn["rollout-1"]  # its last message may arrive after the news of its death
+    assert gone.holder == "rollout-0#1" and gone.ended < gone.drawn <= known <= drawn["rollout-0"]
     kept = sum(event.num_kept for event in events if isinstance(event, RowReady))
-    assert tokens["lost"] == gone.drawn - gone.ended - kept >= 0 < kept
+    assert tokens["lost"] == known - gone.ended - kept >= 0 < kept
     assert tokens["trained"] == trained_tokens(system, system.num_steps())
