@@ -163,13 +163,19 @@ def _name_of(path: str) -> str:
     return PurePath(parts.path).name or parts.netloc.partition(":")[0]
 
 
+OPENENV = "openenv:"
+"""Begins an `environment.path` that is the address of a server."""
+MCP = "mcp:"
+"""Begins an entry of `environment.tools` that stands for a server's tools: its address, or its command."""
+
+
 class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`environment.*`: tools and environments with which the policy interacts over several turns."""
 
     path: str = ""
-    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/use/environments.md)."""
+    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools, or `openenv:URL`, an OpenEnv server (docs/use/environments.md)."""
     tools: tuple[str, ...] = ()
-    """Python functions that the policy may call, each `FILE.py:FUNCTION` or `package.module:FUNCTION`, with type hints and a docstring."""
+    """Python functions that the policy may call, each `FILE.py:FUNCTION` or `package.module:FUNCTION`, with type hints and a docstring; `mcp:URL` and `mcp:COMMAND` stand for all tools of an MCP server."""
     max_turns: Count = 16
     """Most turns of the policy in a trajectory."""
     timeout_s: Seconds = 30.0
@@ -181,3 +187,14 @@ class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def is_set(self) -> bool:
         """Whether trajectories have several turns."""
         return bool(self.path or self.tools)
+
+    @property
+    def server(self) -> str:
+        """The address of the OpenEnv server; empty if `path` is a class of the user's."""
+        return self.path.removeprefix(OPENENV) if self.path.startswith(OPENENV) else ""
+
+    @property
+    def user_code(self) -> list[str]:
+        """The paths of the user's Python code."""
+        own = [] if self.server else [self.path]
+        return [path for path in (*own, *self.tools) if path and not path.startswith(MCP)]

@@ -24,11 +24,13 @@ from ....comm.recipe import (
     RunSettings,
     TrainerSettings,
 )
-from ....comm.recipe.run import is_address
+from ....comm.recipe.run import MCP, is_address
 from ....relay.hub.model_check import JOINED
 from ....relay.journal.journal import Journal
 from ....relay.queue.schedules import SCHEDULES
 from ....relay.queue.tasks import pipeline
+from ....rollout.environments.openenv import OpenEnvServer
+from ....rollout.environments.schemas import tool_schemas
 from ....rollout.rewards.addresses import open_address
 from ....rollout.rewards.ready import NEEDS, READY
 from ....trainer.memory import PAGE_TOKENS, PolicySizes
@@ -255,6 +257,7 @@ def check_run_folder(settings: RunSettings) -> None:
 def check_functions(recipe: Recipe) -> None:
     """The functions that the recipe names exist, and the tasks' columns fit together."""
     _check_reward(recipe.reward, recipe.environment)
+    _check_servers(recipe.environment)
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
@@ -274,10 +277,20 @@ def _check_reward(reward: RewardSettings, environment: EnvironmentSettings) -> N
     """There is a reward: a function, or an environment that gives it."""
     if reward.path or not environment.path:
         check_rewards(reward)
-    if environment.path:
-        check_function("environment.path", environment.path)
-    for path in environment.tools:
-        check_function("environment.tools", path)
+    for path in environment.user_code:
+        check_function("environment.path" if path == environment.path else "environment.tools", path)
+
+
+def _check_servers(environment: EnvironmentSettings) -> None:
+    """The servers of environments and tools answer, and their actions and tools can be used. Raises `SettingError`."""
+    if environment.server:
+        if environment.tools:
+            raise SettingError(
+                f"environment.tools cannot be combined with {environment.path}, which has actions of its own"
+            )
+        OpenEnvServer(environment.server, environment.timeout_s).read_form()
+    if any(path.startswith(MCP) for path in environment.tools):
+        tool_schemas(environment)
 
 
 def check_files(role: str, recipe: Recipe) -> None:
