@@ -21,8 +21,8 @@ class ActionForm:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         """Raises `ValueError` for a schema that no action can be made for. Needs the package jsonschema."""
-        properties = schema.get("properties")
-        if not isinstance(properties, dict):
+        properties: dict[str, Any] = schema.get("properties", {})
+        if not properties:
             raise ValueError("its action has no named fields")
         jsonschema: Any = import_module("jsonschema")
         self._best_match = jsonschema.exceptions.best_match

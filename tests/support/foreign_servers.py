@@ -109,6 +109,8 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        if self.process is not None:
+            self.kill()
         process = self.process = subprocess.Popen([sys.executable, *self.words], env=dict(os.environ))
         wait_for(self._is_up, lambda: process.poll() is None, lambda: "the server does not listen", patience_s=60)
 
