@@ -163,11 +163,15 @@ def _name_of(path: str) -> str:
     return PurePath(parts.path).name or parts.netloc.partition(":")[0]
 
 
+SERVE = "serve"
+"""`environment.path` of a run whose trajectories are those of agents."""
+
+
 class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`environment.*`: tools and environments with which the policy interacts over several turns."""
 
     path: str = ""
-    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/use/environments.md)."""
+    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/use/environments.md); `serve` for agents that use `rollout.serve` (docs/use/agents.md)."""
     tools: tuple[str, ...] = ()
     """Python functions that the policy may call, each `FILE.py:FUNCTION` or `package.module:FUNCTION`, with type hints and a docstring."""
     max_turns: Count = 16
@@ -179,5 +183,10 @@ class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_set(self) -> bool:
-        """Whether trajectories have several turns."""
-        return bool(self.path or self.tools)
+        """Whether rollouts generate trajectories of several turns."""
+        return bool(self.tools or (self.path and not self.is_served))
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the trajectories are those of agents, which use the run over HTTP."""
+        return self.path == SERVE

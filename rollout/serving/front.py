@@ -1,9 +1,10 @@
 """The work behind the routes: a request is read, its sequences go to the desk, and the answer is written whole or as a stream."""
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ class Work:
     ticket: Ticket
     answer: Answer
     chat: ChatPrompt | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    """What has come of its responses."""
 
 
 class Front:
@@ -59,6 +62,12 @@ class Front:
         self._timeout_s = timeout_s
         self._conversations = Conversations(model.tokenizer, model.data)
         self._texts = TokenTexts(model.tokenizer)
+
+    def apart(self) -> "Front":
+        """The same front with a memory of its own: the tokens of its conversations are never those of another client's."""
+        other = copy.copy(self)
+        other._conversations = Conversations(self.model.tokenizer, self.model.data)
+        return other
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -91,7 +100,7 @@ class Front:
         ends: list[Piece] = []
         deadline = self._deadline()
         while len(ends) < work.ticket.num_samples:
-            ends.append(await self._next(work.ticket, deadline))
+            ends.append(await self._next(work, deadline))
         ends.sort(key=lambda piece: piece.sample)
         messages = [self._message(work, piece) for piece in ends] if work.chat else []
         return work.answer.whole(work.ticket, ends, messages)
@@ -121,7 +130,7 @@ class Front:
         for sample in samples if work.chat else ():
             yield answer.first(ticket, sample)
         while len(ends) < len(samples):
-            piece = await self._next(ticket, deadline)
+            piece = await self._next(work, deadline)
             text = streams[piece.sample].add(piece.token_ids)
             message = None
             if piece.end is not None:
@@ -152,15 +161,16 @@ class Front:
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
 
-    async def _next(self, ticket: Ticket, deadline: float) -> Piece:
+    async def _next(self, work: Work, deadline: float) -> Piece:
         """The next piece. Raises `RequestRefused` after the deadline, and for a model that computes no numbers."""
         try:
-            piece = await ticket.next(deadline - asyncio.get_running_loop().time())
+            piece = await work.ticket.next(deadline - asyncio.get_running_loop().time())
         except TimeoutError as error:
             problem = f"the request took longer than {self._timeout_s:g} s, the limit of this server (--timeout)"
             raise RequestRefused(problem, status=504, code="timeout") from error
         if piece.end is not None and piece.end.finish_reason == "error":
             raise RequestRefused("the model's logits are not finite", status=500, code="not_finite")
+        work.pieces.append(piece)
         return piece
 
     def _message(self, work: Work, piece: Piece) -> Message:

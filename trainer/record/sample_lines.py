@@ -24,7 +24,7 @@ class SampleLines:
         self._texts = TokenTexts(tokenizer)
         self._functions = recipe.reward.functions
         self._stops = [stop for stop in recipe.sampling.stop if isinstance(stop, str)]
-        self._has_turns = recipe.environment.is_set
+        self._has_turns = recipe.environment.is_set or recipe.environment.is_served
         names = [path.rpartition(":")[2] for path in recipe.environment.tools]
         self._tools = None if recipe.environment.path else names
 

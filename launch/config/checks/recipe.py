@@ -37,6 +37,7 @@ from ...placement import check_replicas
 from ..model_files import ModelFiles, model_digests, read_config
 from ..run_folder import CONFIG_FILE, JOURNAL_FILE, under_way
 from .adapter import check_lora
+from .agents import check_agents
 from .algorithm import check_algorithm, check_optimizer, check_rate
 from .data import CheckedData, check_data, check_lengths
 from .evaluation import check_best_of_steps, check_evaluation
@@ -127,6 +128,8 @@ def check_settings(recipe: Recipe) -> list[str]:
     _check_emulation(recipe)
     if recipe.environment.is_set and recipe.rollout.engine == "emulated":
         raise SettingError("environment: rollout.engine=emulated cannot pause trajectories; take builtin")
+    if recipe.environment.is_served:
+        check_agents(recipe)
     if recipe.is_emulated:
         return []
     check_optimizer(recipe.optimizer, recipe.run.steps)
@@ -271,10 +274,10 @@ def check_functions(recipe: Recipe) -> None:
 
 
 def _check_reward(reward: RewardSettings, environment: EnvironmentSettings) -> None:
-    """There is a reward: a function, or an environment that gives it."""
+    """There is a reward: a function, or an environment or an agent that gives it."""
     if reward.path or not environment.path:
         check_rewards(reward)
-    if environment.path:
+    if environment.path and not environment.is_served:
         check_function("environment.path", environment.path)
     for path in environment.tools:
         check_function("environment.tools", path)

@@ -135,7 +135,7 @@ def _tool_definitions(settings: EnvironmentSettings) -> Iterator[tuple[str, ast.
     for path in settings.tools:
         if isinstance(node := _definition(path), ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
             yield "environment.tools", node
-    owner = _definition(settings.path) if settings.path else None
+    owner = _definition(settings.path) if settings.path and not settings.is_served else None
     if isinstance(owner, ast.ClassDef) and not owner.bases:
         methods = [node for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         if "step" not in {method.name for method in methods}:

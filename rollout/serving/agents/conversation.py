@@ -93,6 +93,13 @@ class AgentConversation:
         self.num_drawn = 0
         """Tokens that the policy drew."""
         self._calls: set[str] = set()
+        self._newest: Branch | None = None
+
+    @property
+    def newest(self) -> Branch:
+        """The branch of the turn that was added last; there is one."""
+        assert self._newest is not None
+        return self._newest
 
     def add(self, turn: Turn, call: str = "") -> None:
         """Add a turn. One with the name of a call that was added before is the same turn again, and changes nothing."""
@@ -104,6 +111,7 @@ class AgentConversation:
             branch = Branch(list(turn.prompt_ids))
             self.branches.append(branch)
         branch.append(turn)
+        self._newest = branch
         self.num_turns += 1
         self.num_drawn += len(turn.token_ids)
 
