@@ -1,7 +1,6 @@
 """`headrace serve`: answers OpenAI's HTTP API with a model, without a run."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -9,10 +8,9 @@ from importlib.util import find_spec
 
 from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
+from ..rollout.serving.access import KEY_VARIABLE, api_keys
 from .command_line import CommandParser, exit_code
 
-KEY_VARIABLE = "HEADRACE_API_KEY"
-"""The environment variable of a key, which other users of the machine do not see, unlike a word of the command line."""
 _EFFECTIVE = ("generator.", "model.dtype=", "data.chat_template=", "data.chat_template_kwargs=")
 """Settings that have an effect on a server."""
 _PAGE = f"""\
@@ -84,7 +82,7 @@ def _run(given: argparse.Namespace) -> None:
     recipe = with_device_defaults(recipe, Gpus.of_this_host())
     check_family(recipe.generator, recipe.algorithm, ModelFiles.read(model.path).folder)
     word = next(word for word in given.words if word not in settings)
-    keys = [*given.api_key, *([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else [])]
+    keys = [*given.api_key, *api_keys()]
     options = ServeOptions(given.name or word, given.host, given.port, keys, given.timeout)
     say(f"loading {model.path}")
     with closing(LocalServer(recipe, model.step, options)) as server:

@@ -58,6 +58,7 @@ _MAINS = {
     "reference": "headrace.trainer.reference_loop",
     "task": "headrace.relay.queue.task_loop",
     "shard": "headrace.rollout.generators.builtin",
+    "front": "headrace.rollout.serving.run_front",
 }
 _REFUSE_S = 30.0
 _SUMMARY_S = 30.0

@@ -200,7 +200,7 @@ def card(front: Front) -> dict[str, Any]:
         "created": 0,
         "owned_by": "headrace",
         "max_model_len": front.model.context,
-        "weight_version": front.model.version,
+        "weight_version": front.desk.version,
     }
 
 

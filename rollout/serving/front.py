@@ -11,7 +11,7 @@ import msgspec
 
 from ...comm.recipe import DataSettings
 from .conversations import ChatPrompt, Conversations
-from .desk import Desk, Piece, Ticket
+from .desk import AnyDesk, Piece, Ticket
 from .fields import RequestRefused
 from .messages import Message
 from .requests import AnswerForm, Sampling, read_chat, read_ids, read_text
@@ -30,8 +30,6 @@ class ServedModel:
 
     name: str
     """That requests use."""
-    version: int
-    """Of its weights: the steps that have trained it."""
     context: int
     """Most tokens of prompt and response together."""
     vocab_size: int
@@ -55,7 +53,7 @@ class Work:
 class Front:
     """Answers requests. All of it runs in the thread of one event loop."""
 
-    def __init__(self, model: ServedModel, desk: Desk, timeout_s: float) -> None:
+    def __init__(self, model: ServedModel, desk: AnyDesk, timeout_s: float) -> None:
         """timeout_s: longest time of one request."""
         self.model = model
         self.desk = desk
@@ -156,7 +154,7 @@ class Front:
         return Ticket(prompts, params, form.streams)
 
     def _answer(self, kind: str, form: AnswerForm, *, parses_calls: bool = False) -> Answer:
-        return Answer(kind, self.model.name, self.model.version, form, self._texts, parses_calls)
+        return Answer(kind, self.model.name, form, self._texts, parses_calls)
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
@@ -166,8 +164,7 @@ class Front:
         try:
             piece = await work.ticket.next(deadline - asyncio.get_running_loop().time())
         except TimeoutError as error:
-            problem = f"the request took longer than {self._timeout_s:g} s, the limit of this server (--timeout)"
-            raise RequestRefused(problem, status=504, code="timeout") from error
+            raise self.desk.late(ticket, self._timeout_s) from error
         if piece.end is not None and piece.end.finish_reason == "error":
             raise RequestRefused("the model's logits are not finite", status=500, code="not_finite")
         work.pieces.append(piece)

@@ -167,8 +167,8 @@ def serve(
 
     send_buffer: bytes that the kernel keeps for a client that does not read; 0 for its default.
     """
-    desk = Desk(most_samples)
-    model = ServedModel("policy", version, context, vocab_size, tokenizer, data)
+    desk = Desk(most_samples, version)
+    model = ServedModel("policy", context, vocab_size, tokenizer, data)
     opened = listen("127.0.0.1", 0)
     if send_buffer:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
