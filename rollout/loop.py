@@ -15,7 +15,7 @@ from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.mailbox import Envelope
 from ..comm.messages import Lease, LeaseGrant, ServeSequences, Stop, SwitchWeights
-from ..comm.recipe import Recipe
+from ..comm.recipe import Recipe, RewardSettings
 from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
@@ -282,6 +282,8 @@ class Rollout:
         return all(held.completion is not None for held in self.leases.held.values())
 
     def _request_leases(self, is_outdated: bool) -> None:
+        if self._recipe.environment.is_served:
+            return  # the front leases them, for agents
         if self._is_idle:
             self.leases.drained()
         # Those that it serves do not count: they get a part of the batch beside the trajectories of the run.
@@ -328,5 +330,6 @@ class Rollout:
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The rollout's process."""
     generator = open_generator(fleet, recipe)
-    rewards = open_rewards(recipe.reward, recipe.run.steps, recipe.rollout.engine)
+    reward = RewardSettings() if recipe.environment.is_served else recipe.reward  # the front has them scored
+    rewards = open_rewards(reward, recipe.run.steps, recipe.rollout.engine)
     Rollout(fleet, recipe, generator, rewards).run()

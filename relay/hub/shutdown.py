@@ -72,7 +72,8 @@ class Shutdown:
         has_trained = end.facts is not None
         actors = [] if has_trained else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
         rollouts = self._tell("rollout", Stop(end.status), gone)
-        self._tell("front", Stop(end.status), gone)  # it holds nothing of the run
+        fronts = self._tell("front", Stop(end.status), gone)
+        rollouts += [front for front in fronts if front in hub.state.held]  # those that lease for agents
         for role in ("reference", "task"):  # they hold no trajectory, but may still write to the storage units
             rollouts += self._tell(role, Stop(end.status), gone)
         holdings = self._collect(HeldRows, rollouts)

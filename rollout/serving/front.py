@@ -48,6 +48,8 @@ class Work:
     chat: ChatPrompt | None = None
     pieces: list[Piece] = field(default_factory=list)
     """What has come of its responses."""
+    messages: dict[int, Message] = field(default_factory=dict)
+    """Of a chat: what each response has become, by its place."""
 
 
 class Front:
@@ -164,7 +166,7 @@ class Front:
         try:
             piece = await work.ticket.next(deadline - asyncio.get_running_loop().time())
         except TimeoutError as error:
-            raise self.desk.late(ticket, self._timeout_s) from error
+            raise self.desk.late(work.ticket, self._timeout_s) from error
         if piece.end is not None and piece.end.finish_reason == "error":
             raise RequestRefused("the model's logits are not finite", status=500, code="not_finite")
         work.pieces.append(piece)
@@ -174,6 +176,7 @@ class Front:
         """The message that a response of a chat is; its tokens are kept for the next turn."""
         assert piece.end is not None and work.chat is not None
         message = message_of(piece.end.text, parses_calls=work.answer.parses_calls)
+        work.messages[piece.sample] = message
         self._conversations.remember(work.chat, message, piece.end.token_ids)
         return message
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...comm.fleet import Fleet
 from ...comm.mailbox import Envelope, Mailbox
-from ...comm.messages import ServedPiece, ServedPrompt, ServedSample, ServedTokens, ServeSequences, Stop
+from ...comm.messages import Message, ServedPiece, ServedPrompt, ServedSample, ServedTokens, ServeSequences, Stop
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion
 from ..engine.streams import stream_key
@@ -65,6 +65,8 @@ class RunDesk:
         """Responses that were asked for and have not ended."""
         self.version = 0
         """The newest version that a rollout has."""
+        self.others: Callable[[Message], None] = lambda message: None
+        """Gets the messages that are not about requests."""
         self.ended = ""
         """How the run has ended; empty while it goes on."""
         self._fleet = fleet
@@ -73,12 +75,19 @@ class RunDesk:
         self._lock = threading.Lock()
         self._rollouts: dict[str, int] = {}
         """The incarnation of each living rollout."""
+        self._versions: dict[str, int] = {}
+        """The version that each rollout had when it last told something."""
         self._tickets: dict[Ticket, list[_Open]] = {}
         self._placed: dict[int, _Open] = {}
         self._waiting: list[_Open] = []
         self._numbers = itertools.count(fleet.incarnation << 32)
         self._homes = PrefixHomes()
         self._looked_at = 0.0
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version of a living rollout, as far as they have told; -1 without one."""
+        return min((self._versions[name] for name in self._rollouts if name in self._versions), default=-1)
 
     # ---------------------------------------------------------------------------------------- the thread of the event loop
 
@@ -153,6 +162,7 @@ class RunDesk:
             case ServedTokens(front=front) as message if front == self._fleet.incarnation:
                 with self._lock:
                     self.version = max(self.version, message.version)
+                    self._versions[envelope.sender] = message.version
                     pieces = [self._take(envelope.sender, piece) for piece in message.pieces]
                 by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Piece]]] = {}
                 for open_one, piece in filter(None, pieces):
@@ -161,8 +171,8 @@ class RunDesk:
                     _call(loop, spread, found)
             case Stop(reason=reason):
                 self.end(reason)
-            case _:
-                pass
+            case message:
+                self.others(message)
 
     def _take(self, rollout: str, piece: ServedPiece) -> tuple[_Open, Piece] | None:
         """Note new tokens; returns what the request gets of them. Those of a sequence that has left its rollout are ignored."""

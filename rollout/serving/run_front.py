@@ -10,10 +10,16 @@ import msgspec
 
 from ...comm.errors import HeadraceError, SettingError
 from ...comm.fleet import Fleet
+from ...comm.mailbox import Mailbox
+from ...comm.messages import LeaseGrant, Message
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import write_durably
 from ...trainer.policy.model import load_policy, load_tokenizer
+from ..rewards.pool import open_rewards
 from .access import Access, api_keys, serve_address
+from .agents.office import AgentOffice
+from .agents.routes import agent_routes
+from .agents.samples import AgentSamples
 from .app import make_app
 from .front import Front, ServedModel
 from .local_server import QUEUED
@@ -29,6 +35,8 @@ URL = "url"
 TIMEOUT_S = 600.0
 """Longest time of one request."""
 _TURN_S = 0.05
+_AGENTS_TURN_S = 0.01
+"""Of a front that leases samples for agents."""
 
 
 class RunFront:
@@ -48,7 +56,14 @@ class RunFront:
             model = ServedModel(name, policy.context, policy.vocab_size, tokenizer, recipe.data)
             self._mailbox = fleet.open_mailbox(fleet.name)
             self.desk = RunDesk(fleet, self._mailbox, (1 + QUEUED) * recipe.generator.num_slots)
-            self.http = HttpThread(make_app(Front(model, self.desk, TIMEOUT_S), access), opened)
+            front = Front(model, self.desk, TIMEOUT_S)
+            self._agents = (
+                _Agents(fleet, recipe, self._mailbox, front, access) if recipe.environment.is_served else None
+            )
+            if self._agents is not None:
+                self.desk.others = self._agents.handle
+            more = self._agents.routes if self._agents is not None else ()
+            self.http = HttpThread(make_app(front, access, more), opened)
         except BaseException:
             opened.close()
             raise
@@ -58,13 +73,19 @@ class RunFront:
 
     def run(self) -> None:
         """Answer requests until the hub's `Stop`."""
+        if self._agents is not None:
+            self._agents.samples.start()
         self.http.start()
         write_durably(self._file, msgspec.json.encode({"url": self.url, "model": self._name}))
         self._fleet.announce(**{URL: self.url})
         log.info("serving %r at %s/v1", self._name, self.url)
         while not self.desk.ended:
             self.http.check()
-            self.desk.turn(_TURN_S)
+            self.desk.turn(_TURN_S if self._agents is None else _AGENTS_TURN_S)
+            if self._agents is not None:
+                self._agents.samples.advance(self.desk.oldest_version)
+        if self._agents is not None:
+            self._agents.close(self.desk.ended)
 
     def close(self) -> None:
         """End the connections, once what is to be said has been sent, and remove the address."""
@@ -72,6 +93,26 @@ class RunFront:
             self._file.unlink(missing_ok=True)
         self.http.close()
         self._mailbox.close()
+
+
+class _Agents:
+    """The samples and conversations of agents, where the trajectories of the run are theirs."""
+
+    def __init__(self, fleet: Fleet, recipe: Recipe, mailbox: Mailbox, front: Front, access: Access) -> None:
+        rewards = open_rewards(recipe.reward, recipe.run.steps, recipe.rollout.engine)
+        self.samples = AgentSamples(fleet, recipe, mailbox, rewards)
+        self._office = AgentOffice(front, self.samples, recipe)
+        self.routes = agent_routes(self._office, access)
+
+    def handle(self, message: Message) -> None:
+        """Take a message of the hub."""
+        if isinstance(message, LeaseGrant):
+            self.samples.handle(message)
+
+    def close(self, how: str) -> None:
+        """The run has ended in this way: no sample is given out any more, and what has ended is written."""
+        self._office.close(how)
+        self.samples.close()
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

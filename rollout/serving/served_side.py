@@ -144,6 +144,7 @@ class ServedSide:
             if (served := self._served.get(live.trajectory_id)) is not None:
                 served.switches.append((live.num_response, version))
         self._tell([], self._told_at)
+        self._tell([], self._told_at)
 
     def take(self, completions: Iterable[Completion]) -> list[Completion]:
         """Send the front what a step has given; returns the completions of leased trajectories."""

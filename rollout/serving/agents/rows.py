@@ -12,6 +12,7 @@ from typing import Any
 from ...engine.sequence import Completion
 from ...environments.base import Episode, Messages
 from ...leased_row import LeasedRow
+from ..conversations import essence
 from .conversation import AgentConversation, Branch
 
 Decode = Callable[[Sequence[int]], str]
@@ -92,7 +93,7 @@ def _messages(branch: Branch) -> list[Messages] | None:
     found: list[Messages] = []
     for before, after in pairwise(branch.turns):
         known = len(before.messages)
-        if list(after.messages[:known]) != list(before.messages):
+        if [*map(essence, after.messages[:known])] != [*map(essence, before.messages)]:
             return None
         found.append(list(after.messages[known:-1]))
     return found
