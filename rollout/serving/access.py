@@ -15,6 +15,8 @@ LEAST_KEY = 8
 """Least characters of a key."""
 KEY_VARIABLE = "HEADRACE_API_KEY"
 """The environment variable of a key, which other users of the machine do not see, unlike a word of the command line."""
+SERVE_FILE = "serve.json"
+"""The file of a run folder with the address of its front: `{"url": "http://HOST:PORT", "model": NAME}`."""
 _HOST = "127.0.0.1"
 
 

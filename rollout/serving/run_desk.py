@@ -23,7 +23,7 @@ from ..engine.streams import stream_key
 from .desk import Piece, Ticket, check_room, spread
 from .fields import RequestRefused
 from .prefix_homes import PrefixHomes
-from .served_side import SERVES
+from .served_side import REFUSED, SERVES
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +188,9 @@ class RunDesk:
             return each, Piece(each.sample, piece.token_ids, piece.logprobs, piece.versions)
         del self._placed[each.number]
         self._tickets[each.ticket].remove(each)
+        if piece.end == REFUSED:
+            _call(each.loop, each.ticket.fail, RequestRefused(piece.text))
+            return None
         self._homes.note([*each.prompt, *each.token_ids], rollout)
         tokens = each.token_ids, each.logprobs
         end = Completion(each.number, each.prompt, *tokens, finish_reason=piece.end, text=piece.text)

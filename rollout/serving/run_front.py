@@ -16,7 +16,7 @@ from ...comm.recipe import Recipe
 from ...relay.checkpoints import write_durably
 from ...trainer.policy.model import load_policy, load_tokenizer
 from ..rewards.pool import open_rewards
-from .access import Access, api_keys, serve_address
+from .access import SERVE_FILE, Access, api_keys, serve_address
 from .agents.office import AgentOffice
 from .agents.routes import agent_routes
 from .agents.samples import AgentSamples
@@ -28,8 +28,6 @@ from .server import HttpThread, listen
 
 log = logging.getLogger(__name__)
 
-SERVE_FILE = "serve.json"
-"""The file of the run folder with the front's address: `{"url": "http://HOST:PORT", "model": NAME}`."""
 URL = "url"
 """The fact with which the front announces its address."""
 TIMEOUT_S = 600.0

@@ -29,6 +29,8 @@ LAZY_S = 0.25
 """Seconds between two messages about sequences whose clients wait for the whole answer."""
 SHARE = 0.5
 """The part of the batch that served sequences may take while leased ones are unfinished; the others wait."""
+REFUSED = "refused"
+"""The end of a sequence that the generator does not take; its text says why."""
 _MESSAGE_BYTES = 1 << 20
 _TOKEN_BYTES = 36
 """About what a token, its log-prob and its version take in a message."""
@@ -129,14 +131,18 @@ class ServedSide:
     def admit(self, *, has_leases: bool) -> None:
         """Begin those that have room beside the leased trajectories."""
         room = max(1, int(self._num_slots * SHARE)) if has_leases else self._num_slots
-        states: list[SequenceState] = []
+        refused: list[ServedPiece] = []
         while self._waiting and len(self._served) < room:
             served = self._waiting.popleft()
+            try:
+                self._generator.import_sequences([served.state])
+            except SettingError as error:  # the client's mistake, as far as the front could not see it
+                refused.append(ServedPiece(served.number, served.num_kept, [], [], [], REFUSED, str(error)))
+                continue
             served.switches.append((served.num_kept, self._generator.weights.version))
             self._served[served.state.trajectory_id] = served
-            states.append(served.state)
-        if states:
-            self._generator.import_sequences(states)
+        if refused:
+            self._tell(refused, self._told_at)
 
     def switched(self, version: int) -> None:
         """The weights have changed: what is unfinished goes on under this version."""

@@ -41,6 +41,7 @@ from .agents import check_agents
 from .algorithm import check_algorithm, check_optimizer, check_rate
 from .data import CheckedData, check_data, check_lengths
 from .evaluation import check_best_of_steps, check_evaluation
+from .serving import check_serve
 from .signatures import check_reward_arguments, check_tools
 from .trackers import check_trackers
 
@@ -126,6 +127,7 @@ def check_settings(recipe: Recipe) -> list[str]:
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_emulation(recipe)
+    check_serve(recipe)
     if recipe.environment.is_set and recipe.rollout.engine == "emulated":
         raise SettingError("environment: rollout.engine=emulated cannot pause trajectories; take builtin")
     if recipe.environment.is_served:

@@ -10,7 +10,6 @@ from support.system import System
 
 pytest.importorskip("uvicorn")
 from headrace.rollout.serving import run_front
-from headrace.rollout.serving.run_front import RunFront
 
 PROMPT = [5, 6, 7, 8]
 
