@@ -109,8 +109,8 @@ class _Agents:
 
     def close(self, how: str) -> None:
         """The run has ended in this way: no sample is given out any more, and what has ended is written."""
-        self._office.close(how)
-        self.samples.close()
+        self._office.ended = how
+        self.samples.close(how)
 
 
 def run(fleet: Fleet, recipe: Recipe) -> None:

@@ -44,7 +44,7 @@ class SampleSource(Protocol):
     """Where the samples come from and go to; see `samples.AgentSamples`."""
 
     async def take(self, timeout_s: float) -> LeasedRow:
-        """A sample. Raises `TimeoutError`."""
+        """A sample. Raises `TimeoutError`, and `RequestRefused` where there will be none."""
         ...
 
     def give_back(self, held: LeasedRow) -> None:
@@ -98,7 +98,7 @@ class AgentOffice:
         self._has_functions = bool(recipe.reward.path)
         self._num_open = 0
         self.ended = ""
-        """How the run has ended; empty while it goes on."""
+        """How the run has ended; empty while it goes on. What is open then is left unfinished."""
 
     # ------------------------------------------------------------------------------------------------------------ claims
 
@@ -252,10 +252,6 @@ class AgentOffice:
         if conversation.outcome:
             problem = f"the conversation is over: {_shown(conversation.outcome)}"
             raise RequestRefused(problem, status=410, code="conversation_over")
-
-    def close(self, how: str) -> None:
-        """The run has ended: nothing can be claimed any more, and what is open is left unfinished. Any thread may call this."""
-        self.ended = how
 
     def state(self, conversation: OpenConversation) -> Json:
         """What is known of a conversation, as JSON."""

@@ -23,6 +23,7 @@ from ...pacing import RolloutPacing
 from ...rewards.pool import Rewards
 from ...row_writer import RowWriter, Writer
 from ...scoring import Scoring
+from ..fields import RequestRefused
 
 _log = logging.getLogger(__name__)
 
@@ -50,12 +51,15 @@ class AgentSamples:
         self._free: deque[LeasedRow] = deque()
         self._waiting: deque[asyncio.Future[LeasedRow]] = deque()
         self._num_received = 0
+        self._refusal: RequestRefused | None = None
 
     # ---------------------------------------------------------------------------------------- the thread of the event loop
 
     async def take(self, timeout_s: float) -> LeasedRow:
-        """A sample for an agent. Raises `TimeoutError` if the hub grants none in this time."""
+        """A sample for an agent. Raises `TimeoutError` if the hub grants none in this time, `RequestRefused` if the run has ended."""
         self._loop = asyncio.get_running_loop()
+        if self._refusal is not None:
+            raise self._refusal
         while self._free:
             if self._is_held(held := self._free.popleft()):
                 return held
@@ -65,11 +69,16 @@ class AgentSamples:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(place)
         except BaseException:
-            if place.done():  # it came together with the end of the wait
-                self.give_back(place.result())
-            else:
+            if place in self._waiting:
                 self._waiting.remove(place)
+            elif place.exception() is None:  # it came together with the end of the wait
+                self.give_back(place.result())
             raise
+
+    def _refuse(self, error: RequestRefused) -> None:
+        self._refusal = error
+        while self._waiting:
+            self._waiting.popleft().set_exception(error)
 
     def give_back(self, held: LeasedRow) -> None:
         """Let another agent have a sample that its agent has never used."""
@@ -132,8 +141,12 @@ class AgentSamples:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._receive, rows, len(rows))
 
-    def close(self) -> None:
-        """Write what has ended, tell the hub what is left unfinished, and stop the reward functions."""
+    def close(self, how: str) -> None:
+        """The run has ended in this way: refuse the claims, write what has ended, tell the hub what is left unfinished."""
+        error = RequestRefused(f"the run has ended ({how})", status=410, code="run_ended")
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._refuse, error)
         self.advance(-1)
         self._row_writer.close()
         self._mailbox.send("hub", self.leases.held_rows())
