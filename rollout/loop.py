@@ -301,7 +301,7 @@ class Rollout:
             self._totals.idle_since = started
             self._read_messages(ENVIRONMENT_POLL_S if self._generation.num_starting else IDLE_S)
             return
-        found = self._totals.step(self.generator, self._clock, self.migration.batch_bound, self.served.num_running)
+        found = self._totals.step(self.generator, self._clock, self.migration.batch_bound, self.served.num_served)
         completions = self.served.take(found)
         if self._generation.episodes is not None and not (completions or self.generator.num_running):
             self._trace.enter("idle", version=self.generator.weights.version)

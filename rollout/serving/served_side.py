@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...comm.clock import Clock
 from ...comm.errors import SettingError
-from ...comm.messages import ServedPiece, ServedTokens, ServeSequences
+from ...comm.messages import ServedPiece, ServedPrompt, ServedTokens, ServeSequences
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion, SequenceState
 
@@ -39,6 +39,12 @@ _TOKEN_BYTES = 36
 def is_served(trajectory_id: int) -> bool:
     """Whether a trajectory of a rollout's generator belongs to an HTTP request."""
     return trajectory_id < 0
+
+
+def params_of(prompt: ServedPrompt) -> SamplingParams:
+    """The sampling of a prompt, as the front gave it: JSON has no tuples."""
+    stop = prompt.params["stop"]
+    return SamplingParams(**{**prompt.params, "stop": stop if isinstance(stop, str | int) else tuple(stop)})
 
 
 @dataclass(slots=True)
@@ -120,7 +126,7 @@ class ServedSide:
             gone = {*message.drop}
             self._drop(lambda served: served.number in gone)
         for prompt in message.begin:
-            params = SamplingParams(**prompt.params)
+            params = params_of(prompt)
             for sample in prompt.samples:
                 num_kept = len(sample.token_ids)
                 content = [*prompt.prompt_ids], [*sample.token_ids], [0.0] * num_kept
