@@ -13,6 +13,7 @@ from ...comm.recipe import DataSettings
 from .conversations import ChatPrompt, Conversations
 from .desk import AnyDesk, Piece, Ticket
 from .fields import RequestRefused
+from .known_texts import KnownTexts
 from .messages import Message
 from .requests import AnswerForm, Sampling, read_chat, read_ids, read_text
 from .responses import TOOL_MARK, Answer, TokenTexts, message_of
@@ -50,6 +51,8 @@ class Work:
     """What has come of its responses."""
     messages: dict[int, Message] = field(default_factory=dict)
     """Of a chat: what each response has become, by its place."""
+    texts: Sequence[str] = ()
+    """Of a text completion: the prompts, empty for those of token ids."""
 
 
 class Front:
@@ -62,11 +65,13 @@ class Front:
         self._timeout_s = timeout_s
         self._conversations = Conversations(model.tokenizer, model.data)
         self._texts = TokenTexts(model.tokenizer)
+        self._known_texts: KnownTexts | None = None
 
     def apart(self) -> "Front":
         """The same front with a memory of its own: the tokens of its conversations are never those of another client's."""
         other = copy.copy(self)
         other._conversations = Conversations(self.model.tokenizer, self.model.data)
+        other._known_texts = KnownTexts(self.model.tokenizer)
         return other
 
     # --------------------------------------------------------------------------------------------------------- requests
@@ -81,10 +86,11 @@ class Front:
     def text(self, body: Json) -> Work:
         """Read a request of `/v1/completions`. Raises `RequestRefused`."""
         asked = read_text(body, self.model.name)
-        prompts = [self.model.tokenizer.encode(each) if isinstance(each, str) else each for each in asked.prompts]
-        return Work(
-            self._ticket("prompt", prompts, asked.sampling, asked.form), self._answer("text_completion", asked.form)
-        )
+        encode = self.model.tokenizer.encode if self._known_texts is None else self._known_texts.tokens
+        prompts = [encode(each) if isinstance(each, str) else each for each in asked.prompts]
+        ticket = self._ticket("prompt", prompts, asked.sampling, asked.form)
+        texts = [each if isinstance(each, str) else "" for each in asked.prompts]
+        return Work(ticket, self._answer("text_completion", asked.form), texts=texts)
 
     def ids(self, body: Json) -> Work:
         """Read a request of `/inference/v1/generate`. Raises `RequestRefused`."""
@@ -170,6 +176,10 @@ class Front:
         if piece.end is not None and piece.end.finish_reason == "error":
             raise RequestRefused("the model's logits are not finite", status=500, code="not_finite")
         work.pieces.append(piece)
+        if piece.end is not None and work.texts and self._known_texts is not None:
+            place = piece.sample // work.ticket.params[0].n
+            if work.texts[place]:
+                self._known_texts.remember(work.texts[place], work.ticket.prompts[place], piece.end.token_ids)
         return piece
 
     def _message(self, work: Work, piece: Piece) -> Message:
