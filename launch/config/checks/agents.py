@@ -13,6 +13,8 @@ def check_agents(recipe: Recipe) -> None:
         )
     if recipe.environment.tools:
         raise SettingError("environment.tools: with environment.path=serve the agents have the tools; leave this out")
+    if recipe.environment.workers > 1:
+        raise SettingError("environment.workers: with environment.path=serve no environment is hosted; leave this out")
     if recipe.eval.path:
         raise SettingError(
             "eval.path: no agent claims the prompts of an evaluation with environment.path=serve; leave this out, and let an"
@@ -22,5 +24,3 @@ def check_agents(recipe: Recipe) -> None:
         raise SettingError(
             "reward.batch=group: with environment.path=serve the samples of a group end whenever their agents do; take sample"
         )
-    if recipe.rollout.engine == "emulated":
-        raise SettingError("environment.path=serve: rollout.engine=emulated draws no tokens for agents; take builtin")
