@@ -27,7 +27,7 @@ from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable
 from headrace.launch.processes.copies_lock import _is_free
-from headrace.launch.processes.supervisor import (
+from headrace.launch.processes.exits import (
     MAX_RESTARTS,
     RESTART_WINDOW_S,
     ExitKind,

@@ -24,8 +24,8 @@ class SampleLines:
         self._texts = TokenTexts(tokenizer)
         self._functions = recipe.reward.functions
         self._stops = [stop for stop in recipe.sampling.stop if isinstance(stop, str)]
-        self._has_turns = recipe.environment.is_set
         settings = recipe.environment
+        self._has_turns = settings.is_set or settings.is_served
         is_known = not settings.path and len(settings.user_code) == len(settings.tools)
         self._tools = [path.rpartition(":")[2] for path in settings.tools] if is_known else None
 

@@ -39,9 +39,11 @@ from ...placement import check_replicas
 from ..model_files import ModelFiles, model_digests, read_config
 from ..run_folder import CONFIG_FILE, JOURNAL_FILE, under_way
 from .adapter import check_lora
+from .agents import check_agents
 from .algorithm import check_algorithm, check_optimizer, check_rate
 from .data import CheckedData, check_data, check_lengths
 from .evaluation import check_best_of_steps, check_evaluation
+from .serving import check_serve
 from .signatures import check_reward_arguments, check_tools
 from .trackers import check_trackers
 
@@ -127,8 +129,11 @@ def check_settings(recipe: Recipe) -> list[str]:
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_emulation(recipe)
+    check_serve(recipe)
     if recipe.environment.is_set and recipe.rollout.engine == "emulated":
         raise SettingError("environment: rollout.engine=emulated cannot pause trajectories; take builtin")
+    if recipe.environment.is_served:
+        check_agents(recipe)
     if recipe.is_emulated:
         return []
     check_optimizer(recipe.optimizer, recipe.run.steps)
@@ -274,7 +279,7 @@ def check_functions(recipe: Recipe) -> None:
 
 
 def _check_reward(reward: RewardSettings, environment: EnvironmentSettings) -> None:
-    """There is a reward: a function, or an environment that gives it."""
+    """There is a reward: a function, or an environment or an agent that gives it."""
     if reward.path or not environment.path:
         check_rewards(reward)
     for path in environment.user_code:
