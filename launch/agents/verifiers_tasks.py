@@ -135,6 +135,8 @@ def _outcome(episode: Any) -> dict[str, Any]:
         )
     if not episode.ok or not trained:
         errors = [error for trace in episode.traces for error in trace.errors] + episode.errors
+        # A harness sees only a status where the policy's answer has failed.
+        errors += [call.error for trace in episode.traces for call in trace.calls if call.error is not None]
         words = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has not completed"
         return {"failure": words[:MOST_REASON]}
     return {"reward": float(trained[0].reward)}
