@@ -38,8 +38,8 @@ def listen(host: str, port: int, setting: str = "") -> socket.socket:
         opened.listen(_BACKLOG)
     except OSError as error:
         opened.close()
-        free = "port 0" if setting else "--port=0"
-        raise SettingError(f"{named}: {error.strerror}; {free} takes a free port") from error
+        free = "port 0 takes a free one" if setting else "--port=0 takes a free port"
+        raise SettingError(f"{named}: {error.strerror}; {free}") from error
     return opened
 
 

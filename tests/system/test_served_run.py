@@ -14,6 +14,7 @@ from support.closing import at_end
 from support.job import Job, MakeJob, assert_account_adds_up, child_of
 
 from headrace.rollout import Engine, SamplingParams
+from headrace.rollout.serving.server import listen
 
 NUM_CLIENTS = 8
 TOKENS = 120
@@ -157,6 +158,15 @@ def test_the_run_goes_on_without_its_front_which_comes_back_at_its_port(job: Mak
     assert isinstance(last.error, openai.APIError) and "the run has ended (interrupted)" in str(last.error)
     assert_account_adds_up(run)
     assert run.summary()["tokens"]["holds"]
+
+
+def test_a_port_that_is_taken_ends_the_start_with_the_setting(job: MakeJob):
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        code, output = job(rollout__serve=port).start().end()
+    assert code == 2 and f"rollout.serve=127.0.0.1:{port}: Address already in use; port 0 takes a free one" in output, (
+        output
+    )
 
 
 def test_an_address_beyond_this_machine_needs_a_key(job: MakeJob):

@@ -107,8 +107,7 @@ class AgentOffice:
         if not key:
             return await self._claim()
         if key not in self._claims:
-            task = self._claims[key] = asyncio.ensure_future(self._claim(key))
-            task.add_done_callback(lambda done: self._forget_failed_claim(key, done))
+            self._claims[key] = asyncio.ensure_future(self._claim_once(key))
         return await asyncio.shield(self._claims[key])
 
     def abandon(self, conversation: OpenConversation) -> None:
@@ -118,6 +117,13 @@ class AgentOffice:
             self._num_open -= 1
             del self._known[conversation.id]
             self._samples.give_back(conversation.held)
+
+    async def _claim_once(self, key: str) -> OpenConversation:
+        try:
+            return await self._claim(key)
+        except BaseException:
+            del self._claims[key]  # the next try may succeed
+            raise
 
     async def _claim(self, key: str = "") -> OpenConversation:
         if self.ended:
@@ -138,10 +144,6 @@ class AgentOffice:
             self._claim_keys[conversation.id] = key
         self._await_call(conversation)
         return conversation
-
-    def _forget_failed_claim(self, key: str, done: "asyncio.Task[OpenConversation]") -> None:
-        if done.cancelled() or done.exception() is not None:
-            self._claims.pop(key, None)
 
     def is_key_of(self, number: str, authorization: str) -> bool:
         """Whether a header shows the own key of a conversation."""
@@ -202,8 +204,7 @@ class AgentOffice:
             self._add(conversation, turns, "")
             return found
         if key not in conversation.answers:
-            task = conversation.answers[key] = asyncio.ensure_future(self._answer(conversation, kind, body))
-            task.add_done_callback(lambda done: _forget_failed(conversation, key, done))
+            conversation.answers[key] = asyncio.ensure_future(self._answer_once(conversation, kind, body, key))
         found, turns = await asyncio.shield(conversation.answers[key])
         self._add(conversation, turns, key)
         return found
@@ -212,6 +213,15 @@ class AgentOffice:
         """Add turns that a client gets now, maybe once more."""
         for number, turn in enumerate(() if conversation.outcome else turns):
             conversation.turns.add(turn, f"{key}/{number}" if key else "")
+
+    async def _answer_once(
+        self, conversation: OpenConversation, kind: str, body: Mapping[str, Any], key: str
+    ) -> _Answer:
+        try:
+            return await self._answer(conversation, kind, body)
+        except BaseException:
+            del conversation.answers[key]  # the next try may succeed
+            raise
 
     async def _answer(self, conversation: OpenConversation, kind: str, body: Mapping[str, Any]) -> _Answer:
         work = self.begin(conversation, kind, body)
@@ -362,11 +372,6 @@ def read_outcome(body: Mapping[str, Any]) -> Json:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
             raise RequestRefused("must be a finite number", f"metrics.{name}")
     return {"reward": reward, **({"metrics": metrics} if metrics else {})}
-
-
-def _forget_failed(conversation: OpenConversation, key: str, done: "asyncio.Task[_Answer]") -> None:
-    if done.cancelled() or done.exception() is not None:
-        conversation.answers.pop(key, None)
 
 
 def _shown(outcome: Json) -> str:

@@ -49,7 +49,8 @@ class AgentSamples:
         # Of the event loop's thread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: deque[LeasedRow] = deque()
-        self._waiting: deque[asyncio.Future[LeasedRow]] = deque()
+        self._num_waiting = 0
+        self._arrivals: list[asyncio.Future[None]] = []
         self._num_received = 0
         self._refusal: RequestRefused | None = None
 
@@ -58,27 +59,19 @@ class AgentSamples:
     async def take(self, timeout_s: float) -> LeasedRow:
         """A sample for an agent. Raises `TimeoutError` if the hub grants none in this time, `RequestRefused` if the run has ended."""
         self._loop = asyncio.get_running_loop()
-        if self._refusal is not None:
-            raise self._refusal
-        while self._free:
-            if self._is_held(held := self._free.popleft()):
-                return held
-        place: asyncio.Future[LeasedRow] = self._loop.create_future()
-        self._waiting.append(place)
+        self._num_waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(place)
-        except BaseException:
-            if place in self._waiting:
-                self._waiting.remove(place)
-            elif place.exception() is None:  # it came together with the end of the wait
-                self.give_back(place.result())
-            raise
-
-    def _refuse(self, error: RequestRefused) -> None:
-        self._refusal = error
-        while self._waiting:
-            self._waiting.popleft().set_exception(error)
+                while True:
+                    if self._refusal is not None:
+                        raise self._refusal
+                    while self._free:
+                        if self._is_held(held := self._free.popleft()):
+                            return held
+                    self._arrivals.append(self._loop.create_future())
+                    await self._arrivals[-1]
+        finally:
+            self._num_waiting -= 1
 
     def give_back(self, held: LeasedRow) -> None:
         """Let another agent have a sample that its agent has never used."""
@@ -90,11 +83,20 @@ class AgentSamples:
 
     def _receive(self, rows: Sequence[LeasedRow], num_offered: int) -> None:
         self._num_received += num_offered
-        for held in filter(self._is_held, rows):
-            if self._waiting:
-                self._waiting.popleft().set_result(held)
-            else:
-                self._free.append(held)
+        self._free += rows
+        self._wake()
+
+    def _refuse(self, error: RequestRefused) -> None:
+        self._refusal = error
+        self._wake()
+
+    def _wake(self) -> None:
+        """All that wait look again; a sample that one of them does not take any more is left to the others."""
+        arrivals = self._arrivals
+        self._arrivals = []
+        for arrival in arrivals:
+            if not arrival.done():
+                arrival.set_result(None)
 
     def _is_held(self, held: LeasedRow) -> bool:
         """Whether its lease has not been given to another object meanwhile."""
@@ -128,7 +130,7 @@ class AgentSamples:
             self._version = version
             self.leases.begin_version(version)
         on_their_way = self._num_offered - self._num_received
-        if (room := len(self._waiting) - on_their_way) > 0:
+        if (room := self._num_waiting - len(self._free) - on_their_way) > 0:
             self.leases.ask(version, room)
 
     def handle(self, grant: LeaseGrant) -> None:
