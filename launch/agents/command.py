@@ -133,7 +133,7 @@ class Crew:
                 if await asyncio.to_thread(self.claims.state, number) != "open":
                     playing.cancel()  # the run has given it up
             with suppress(asyncio.CancelledError):
-                outcome = playing.result()
+                outcome = await playing
         finally:
             playing.cancel()
             refused = await asyncio.shield(asyncio.to_thread(self.claims.end, number, outcome))

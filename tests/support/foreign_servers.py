@@ -95,6 +95,51 @@ def die() -> str:
 server.run(*(["streamable-http"] if len(sys.argv) > 1 else ["stdio"]), **place)
 '''
 
+TASKSET = '''
+"""A taskset of products, with a harness of two turns."""
+import re
+import httpx
+import verifiers.v1 as vf
+from random import Random
+from verifiers.v1.runtimes import ProgramResult
+
+__all__ = ["Products", "TwoTurns"]
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+class Product(vf.Task[Data, vf.State]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        last = trace.branches[-1].messages[-1]
+        return float((last.content or "") == self.data.answer)
+
+class Products(vf.Taskset[Product]):
+    def load(self):
+        random = Random(0)
+        for _ in range(512):
+            first, second = random.randint(10, 99), random.randint(10, 99)
+            yield Product(Data(prompt=f"=\\n{first}*{second}\\n", answer=str(first * second)), self.config.task)
+
+class TwoTurns(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {secret}"}) as client:
+            for _ in range(3):
+                answer = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})
+                answer.raise_for_status()
+                text = answer.json()["choices"][0]["message"]["content"] or ""
+                call = re.fullmatch(r"(\\d+)\\*(\\d+)", text)
+                if call is None:
+                    break
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"\\n{int(call[1]) * int(call[2])}\\n"}]
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+'''
+"""A module of verifiers, `product_tasks`, in a file of that name."""
+
 
 @dataclass
 class Served:

@@ -1,13 +1,15 @@
 """Whole runs that train with environments and tools of other projects' servers."""
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from random import Random
 
 import pytest
-from support.foreign_servers import PRODUCTS, TOOLS, serving
+from support.foreign_servers import PRODUCTS, TASKSET, TOOLS, serving
 from support.job import Job
 
 from headrace.launch.recipes import calculator
@@ -78,4 +80,26 @@ def test_a_policy_learns_to_call_the_tools_of_an_mcp_server(tmp_path: Path):
     job.start(**{"environment.tools": json.dumps([entry]), "reward.path": f"{calculator.__file__}:reward"})
     code, output = job.end()
     assert code == 0, output
+    check_learned(job)
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+
+
+def test_a_policy_learns_the_tasks_of_a_verifiers_taskset(tmp_path: Path):
+    (tmp_path / "product_tasks.py").write_text(TASKSET)
+    build_policy(tmp_path / "policy", "0123456789*=\n", openenv_example, seed=0, num_steps=300)
+    words = [sys.executable, "-m", "headrace.launch.agents.command", "verifiers:product-tasks"]
+    path = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+    given = {"env": os.environ | {"PYTHONPATH": path}, "text": True, "stdout": subprocess.PIPE, "timeout": 400}
+    rows = subprocess.run([*words, "--rows", "agent.runtime.type=subprocess"], check=True, **given).stdout
+    (tmp_path / "tasks.jsonl").write_text(rows)
+    job = Job(tmp_path, **RECIPE)
+    job.settings |= {"model.path": tmp_path / "policy", "data.path": tmp_path / "tasks.jsonl", "reward.path": ""}
+    job.start(**{"environment.path": "serve", "rollout.serve": 0, "data.chat_template": TEMPLATE})
+    job.until((job.dir / "serve.json").exists)
+    agent = subprocess.run([*words, str(job.dir), "agent.runtime.type=subprocess"], check=False, **given)
+    code, output = job.end()
+    assert code == 0, output
+    assert agent.returncode == 0 and ", 0 have failed" in agent.stdout.splitlines()[-1], agent.stdout
     check_learned(job)
