@@ -28,7 +28,7 @@ _PAGE = """\
 Plays the tasks of a verifiers taskset against a running job, with the taskset's harness, until the run ends.
 
 usage: headrace agent verifiers:TASKSET RUN [KEY=VALUE ...] [--workers N]
-       headrace agent verifiers:TASKSET --rows[=N] [KEY=VALUE ...]
+       headrace agent verifiers:TASKSET --rows [KEY=VALUE ...] [--limit N]
 
 RUN is the folder of a job with environment.path=serve and rollout.serve, or its address. KEY=VALUE are settings of verifiers' env
 section, such as agent.harness.id=null or agent.runtime.type=subprocess. --rows prints a data set with a row for each task:
@@ -38,7 +38,8 @@ section, such as agent.harness.id=null or agent.runtime.type=subprocess. --rows 
     headrace agent verifiers:my-taskset runs/mine agent.runtime.type=docker
 
   --workers N   conversations at a time, by default 16
-  --rows[=N]    print the rows of all tasks, or of the first N
+  --rows        print the rows of all tasks
+  --limit N     print those of the first N tasks
 
 A key of the run is read from HEADRACE_API_KEY.
 
@@ -51,7 +52,8 @@ def main(words: Sequence[str]) -> int:
     parser = CommandParser("agent", page=lambda: _PAGE)
     parser.add_argument("words", nargs="+")
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--rows", nargs="?", type=int, const=0)
+    parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--limit", type=int)
     return exit_code(lambda: _agent(parser.parse_intermixed_args(words)))
 
 
@@ -59,11 +61,11 @@ def _agent(given: argparse.Namespace) -> None:
     names = [word for word in given.words if "=" not in word]
     if not names or not names[0].startswith(_KIND):
         raise SettingError(f"{names[0] if names else 'agent'}: name a taskset as {_KIND}TASKSET")
-    if given.workers < 1 or (given.rows or 0) < 0:
-        raise SettingError("--workers and --rows must be above 0")
+    if given.workers < 1 or (given.limit is not None and given.limit < 1):
+        raise SettingError("--workers and --limit must be above 0")
     settings = _nested([word for word in given.words if "=" in word])
-    if given.rows is not None:
-        for row in VerifiersTasks(names[0].removeprefix(_KIND), settings).rows(given.rows or None):
+    if given.rows:
+        for row in VerifiersTasks(names[0].removeprefix(_KIND), settings).rows(given.limit):
             print(json.dumps(row, ensure_ascii=False))
         return
     if len(names) != 2:

@@ -46,7 +46,7 @@ class VerifiersTasks:
     def rows(self, most: int | None) -> Iterator[dict[str, Any]]:
         """Rows of a data set, one for each task. Raises `SettingError` for an endless taskset without `most`."""
         if most is None and not self.taskset.bounded:
-            raise SettingError("--rows: this taskset is endless; say how many: --rows=1000")
+            raise SettingError("--rows: this taskset is endless; say how many: --limit 1000")
         for number, task in enumerate(islice(iter(self.taskset), most)):
             text = task.data.prompt_text or task.data.name or f"task {number}"
             yield {"prompt": text, TASK_COLUMN: number} | ({"name": task.data.name} if task.data.name else {})

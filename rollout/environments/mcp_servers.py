@@ -69,7 +69,8 @@ class McpServer:
         self._session: Any = None
         self._is_doubtful = False
         """A call has waited for too long; the server may be gone without a word."""
-        self._closing = asyncio.Event()
+        self._closing: asyncio.Future[None] | None = None
+        """Done when the connection is to end."""
         self._connecting = asyncio.Lock()
         if find_spec("mcp") is None:
             raise SettingError(f"environment.tools: mcp:{address} needs the package mcp: pip install 'headrace[mcp]'")
@@ -130,7 +131,7 @@ class McpServer:
         if not call.done() or call.cancelled():
             raise self._gone("it has ended the connection")
         try:
-            answer = call.result().model_dump(by_alias=True, mode="json")
+            answer = (await call).model_dump(by_alias=True, mode="json")
         except self._error as error:
             if getattr(error, "error", error).code == _CONNECTION_CLOSED:
                 await self._disconnect()
@@ -162,13 +163,14 @@ class McpServer:
     async def _connected(self) -> Any:
         async with self._connecting:
             if self._owner is None or self._owner.done():
-                self._closing = asyncio.Event()
-                begun: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                loop = asyncio.get_running_loop()
+                self._closing = loop.create_future()
+                begun: asyncio.Future[Any] = loop.create_future()
                 self._owner = asyncio.create_task(self._own(begun, self._closing))
                 self._session = await asyncio.wait_for(begun, CONNECT_S)
             return self._session
 
-    async def _own(self, begun: "asyncio.Future[Any]", closing: asyncio.Event) -> None:
+    async def _own(self, begun: "asyncio.Future[Any]", closing: "asyncio.Future[None]") -> None:
         """Hold a connection until it breaks, or until `closing`."""
         try:
             async with AsyncExitStack() as stack:
@@ -178,7 +180,7 @@ class McpServer:
                 await session.initialize()
                 if not begun.done():
                     begun.set_result(session)
-                await closing.wait()  # its owner is `_disconnect`, or the end of the process
+                await closing  # its owner is `_disconnect`, or the end of the process
         except BaseException as error:
             if begun.done():
                 return
@@ -187,7 +189,8 @@ class McpServer:
                 raise
 
     async def _disconnect(self) -> None:
-        self._closing.set()
+        if self._closing is not None and not self._closing.done():
+            self._closing.set_result(None)
         if (owner := self._owner) is not None:
             await asyncio.wait({owner}, timeout=CLOSE_S)
             owner.cancel()

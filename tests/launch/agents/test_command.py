@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from support.http_server import serving
@@ -18,7 +18,7 @@ from headrace.launch.agents.command import Crew, main
         (["other:tasks", "run"], "other:tasks: name a taskset as verifiers:TASKSET"),
         (["verifiers:tasks"], "agent: name the taskset and the run"),
         (["verifiers:tasks", "no-such-folder"], "no-such-folder has no serve.json"),
-        (["verifiers:tasks", "run", "--workers", "0"], "--workers and --rows must be above 0"),
+        (["verifiers:tasks", "run", "--workers", "0"], "--workers and --limit must be above 0"),
         (["verifiers:tasks", "--rows", "a=1", "a.b=2"], "a.b: a is a value already"),
         (["verifiers:tasks", "--rows", "a=[1"], "a: '[1' is not YAML"),
     ],
@@ -34,7 +34,7 @@ class Scripted:
     def player(self) -> "Scripted":
         return self
 
-    async def __aenter__(self) -> "Scripted":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *raised: object) -> None: ...
