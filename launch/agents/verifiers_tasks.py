@@ -39,7 +39,7 @@ class VerifiersTasks:
             self._load = loaders.load_environment
             self.taskset = self._load(self._config).taskset
         except Exception as error:
-            raise SettingError(f"verifiers:{taskset} cannot be loaded: {error}") from error
+            raise SettingError(f"verifiers:{taskset} cannot be loaded: {_line(error)}") from error
         self._tasks: dict[int, Any] = {}
         self._unread: Iterator[Any] = iter(self.taskset)
 
@@ -102,7 +102,7 @@ class Player:
             episode = await environment.run_episode(task, clients.ModelContext(claimed["model"], client))
         except Exception as error:  # noqa: BLE001 - of the taskset or the harness, such as servers that do not start
             await self._end_serving()
-            return {"failure": f"{type(error).__name__}: {error}"[:MOST_REASON]}
+            return {"failure": _line(f"{type(error).__name__}: {error}")}
         finally:
             del os.environ[variable]
         return _outcome(episode)
@@ -138,8 +138,13 @@ def _outcome(episode: Any) -> dict[str, Any]:
         # A harness sees only a status where the policy's answer has failed.
         errors += [call.error for trace in episode.traces for call in trace.calls if call.error is not None]
         words = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has not completed"
-        return {"failure": words[:MOST_REASON]}
+        return {"failure": _line(words)}
     return {"reward": float(trained[0].reward)}
+
+
+def _line(words: object) -> str:
+    """Words on one line, cut."""
+    return " ".join(str(words).split())[:MOST_REASON]
 
 
 def quiet() -> None:
