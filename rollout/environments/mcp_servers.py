@@ -22,7 +22,7 @@ from ...comm.errors import PeerGone, SettingError
 
 CONNECT_S = 30.0
 """Longest time until a server is connected and has told its tools."""
-PING_S = 5.0
+PING_S = 2.0
 """Longest time for a sign of life of a server that has let a call wait for too long."""
 CLOSE_S = 5.0
 """Longest time for the end of all connections."""
@@ -71,6 +71,7 @@ class McpServer:
         """A call has waited for too long; the server may be gone without a word."""
         self._closing: asyncio.Future[None] | None = None
         """Done when the connection is to end."""
+        self._ending = set[asyncio.Task[None]]()
         self._connecting = asyncio.Lock()
         if find_spec("mcp") is None:
             raise SettingError(f"environment.tools: mcp:{address} needs the package mcp: pip install 'headrace[mcp]'")
@@ -100,7 +101,7 @@ class McpServer:
     def close(self) -> None:
         """End the connection."""
         with suppress(Exception):
-            _run(self._disconnect(), CLOSE_S)
+            _run(self._end(), 2 * CLOSE_S)
 
     async def _list(self) -> list[_Tool]:
         session = await self._connected()
@@ -134,11 +135,11 @@ class McpServer:
             answer = (await call).model_dump(by_alias=True, mode="json")
         except self._error as error:
             if getattr(error, "error", error).code == _CONNECTION_CLOSED:
-                await self._disconnect()
+                self._drop()
                 raise self._gone(str(error)) from None
             raise ToolError(str(error)) from None
         except Exception as error:  # noqa: BLE001 - of the streams beneath
-            await self._disconnect()
+            self._drop()
             raise self._gone(_text_of(error)) from None
         if answer.get("isError"):
             raise ToolError(_result(answer))
@@ -154,7 +155,7 @@ class McpServer:
             try:
                 await asyncio.wait_for(self._session.send_ping(), PING_S)
             except Exception:  # noqa: BLE001 - whatever it is, a new connection is needed
-                await self._disconnect()
+                self._drop()
         try:
             return await self._connected()
         except Exception as error:  # noqa: BLE001 - of the transport, or of the server's process
@@ -180,7 +181,7 @@ class McpServer:
                 await session.initialize()
                 if not begun.done():
                     begun.set_result(session)
-                await closing  # its owner is `_disconnect`, or the end of the process
+                await closing  # its owner is `_drop`, or the end of the process
         except BaseException as error:
             if begun.done():
                 return
@@ -188,13 +189,25 @@ class McpServer:
             if not isinstance(error, Exception):
                 raise
 
-    async def _disconnect(self) -> None:
+    def _drop(self) -> None:
+        """Use the connection no more, and end it beside the calls: a server's process may take its time."""
         if self._closing is not None and not self._closing.done():
             self._closing.set_result(None)
         if (owner := self._owner) is not None:
-            await asyncio.wait({owner}, timeout=CLOSE_S)
-            owner.cancel()
             self._owner = None
+            ending = asyncio.create_task(_ended(owner))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    async def _end(self) -> None:
+        self._drop()
+        await asyncio.gather(*self._ending)
+
+
+async def _ended(owner: "asyncio.Task[None]") -> None:
+    """Wait for the end of a connection, and cancel it if it takes too long."""
+    await asyncio.wait({owner}, timeout=CLOSE_S)
+    owner.cancel()
 
 
 def _transport(address: str) -> Any:
