@@ -134,7 +134,8 @@ class McpServer:
         try:
             answer = (await call).model_dump(by_alias=True, mode="json")
         except self._error as error:
-            if getattr(error, "error", error).code == _CONNECTION_CLOSED:
+            told: Any = getattr(error, "error", error)
+            if told.code == _CONNECTION_CLOSED:
                 self._drop()
                 raise self._gone(str(error)) from None
             raise ToolError(str(error)) from None

@@ -40,9 +40,10 @@ class Scripted:
     async def __aexit__(self, *raised: object) -> None: ...
 
     async def play(self, claimed: Mapping[str, Any]) -> dict[str, Any]:
-        if claimed["row"] == "hangs":
+        row: Any = claimed["row"]
+        if row == "hangs":
             await asyncio.sleep(1000)
-        return claimed["row"]
+        return row
 
 
 def worked(*rows: Any, num_workers: int = 1) -> tuple[list[Any], Crew]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.environment_calls import answered
@@ -43,6 +44,12 @@ def called(pool: EnvironmentPool, number: int, *turns: str, prompt: str | Messag
     return answered(pool, [call])[0]
 
 
+def content(call: EnvironmentCall) -> str:
+    """The text of the first message that answers a turn."""
+    first: Any = call.step.observation[0]
+    return first["content"]
+
+
 def hermes(call: str) -> str:
     return f"<tool_call>{call}</tool_call>"
 
@@ -55,12 +62,12 @@ def test_the_policy_calls_the_tools_of_a_command_and_reads_their_errors(command:
         chat = called(pool, 2, hermes('{"name": "calc", "arguments": {"expression": "37*48"}}'), prompt=CHAT)
         assert chat.step.observation == [{"role": "tool", "name": "calc", "content": "1776"}]
         wrong = called(pool, 3, hermes('{"name": "calc", "arguments": {"expression": "37"}}'), prompt=CHAT)
-        assert "write two numbers with a star between" in wrong.step.observation[0]["content"]
-        assert wrong.step.observation[0]["content"].startswith('{"error": "ToolError: ')
+        assert "write two numbers with a star between" in content(wrong)
+        assert content(wrong).startswith('{"error": "ToolError: ')
         lacking = called(pool, 4, hermes('{"name": "double", "arguments": {}}'), prompt=CHAT)
-        assert "number" in lacking.step.observation[0]["content"] and (lacking.calls or [])[0].has_failed
+        assert "number" in content(lacking) and (lacking.calls or [])[0].has_failed
         unknown = called(pool, 5, hermes('{"name": "triple", "arguments": {}}'), prompt=CHAT)
-        assert "known: calc, double, sleep, die" in unknown.step.observation[0]["content"]
+        assert "known: calc, double, sleep, die" in content(unknown)
         assert called(pool, 6, "1776").step.done
 
 
