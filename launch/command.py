@@ -27,6 +27,9 @@ COMMANDS = {
         "numerics", "compares the log-probs of generator and trainer on a model: headrace numerics MODEL"
     ),
     "serve": Command("serve", "answers OpenAI's HTTP API with a model: headrace serve RUN|MODEL"),
+    "agent": Command(
+        "agents.command", "plays tasks of verifiers against a running job: headrace agent verifiers:TASKSET RUN"
+    ),
     "status": Command(
         "status.command:status", "prints how far a run is and who waits for whom: headrace status RUN [--watch]"
     ),

@@ -15,7 +15,7 @@ from ..comm.recipe import Recipe, RoleSettings, RunSettings, TrainerSettings
 from ..relay.weights.partners import Partners, partners
 from .config.hosts import JOINED_HOST
 
-RESTARTABLE = frozenset({"actor", "hub", "relay", "rollout", "shard", "reference", "task"})
+RESTARTABLE = frozenset({"actor", "hub", "relay", "rollout", "shard", "reference", "task", "front"})
 """Roles whose processes are started again when they die; the death of any other ends the run.
 
 The hub continues where its journal ends. A relay's weights survive in its supervisor's memory; its rows survive in another

@@ -1,27 +1,30 @@
 """`headrace serve`: answers OpenAI's HTTP API with a model, without a run."""
 
 import argparse
-import os
+import json
 import sys
+import urllib.request
 from collections.abc import Sequence
-from contextlib import closing
-from importlib.util import find_spec
+from contextlib import closing, suppress
+from pathlib import Path
 
+from ..comm.disk import say
 from ..comm.environment import sleeping_threads
 from ..comm.errors import SettingError
+from ..rollout.serving.access import KEY_VARIABLE, SERVE_FILE, api_keys
 from .command_line import CommandParser, exit_code
 
-KEY_VARIABLE = "HEADRACE_API_KEY"
-"""The environment variable of a key, which other users of the machine do not see, unlike a word of the command line."""
 _EFFECTIVE = ("generator.", "model.dtype=", "data.chat_template=", "data.chat_template_kwargs=")
 """Settings that have an effect on a server."""
+_HEALTH_S = 5.0
+"""Longest time in which the front of a running job says that it answers."""
 _PAGE = f"""\
 Answers OpenAI's HTTP API with a model, until Ctrl-C.
 
 usage: headrace serve MODEL [KEY=VALUE ...] [OPTIONS]
 
 MODEL is a run folder (its newest checkpoint), a checkpoint, a model in Hugging Face format, a name on the Hub, or a recipe (the
-model that its run begins with). KEY=VALUE are settings of generator, model.dtype, data.chat_template and data.chat_template_kwargs:
+model that its run begins with). Of a running job with rollout.serve the address is told. KEY=VALUE are settings of generator, model.dtype, data.chat_template and data.chat_template_kwargs:
 
     headrace serve runs/mine
     headrace serve MODEL --port 8001 generator.max_running=16
@@ -50,8 +53,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def _serve(given: argparse.Namespace) -> None:
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise SettingError(f"headrace serve needs {' and '.join(missing)}: pip install 'headrace[serve]'")
+    from .config.checks.serving import check_packages
+
+    if url := _url_of_run(given.words):
+        say(f"the rollouts of this running job answer at {url}/v1 (rollout.serve)")
+        return
+    check_packages("headrace serve")
     if not 0 < given.timeout < float("inf"):
         raise SettingError(f"--timeout must be above 0, not {given.timeout:g}")
     from .processes.full_gpu import full_gpu_in_one_line
@@ -66,7 +73,6 @@ def _serve(given: argparse.Namespace) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from ..comm.disk import say
     from ..rollout.serving.local_server import LocalServer, ServeOptions
     from .config.arguments import is_setting
     from .config.checks.recipe import check_family
@@ -84,7 +90,7 @@ def _run(given: argparse.Namespace) -> None:
     recipe = with_device_defaults(recipe, Gpus.of_this_host())
     check_family(recipe.generator, recipe.algorithm, ModelFiles.read(model.path).folder)
     word = next(word for word in given.words if word not in settings)
-    keys = [*given.api_key, *([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else [])]
+    keys = [*given.api_key, *api_keys()]
     options = ServeOptions(given.name or word, given.host, given.port, keys, given.timeout)
     say(f"loading {model.path}")
     with closing(LocalServer(recipe, model.step, options)) as server:
@@ -95,6 +101,18 @@ def _run(given: argparse.Namespace) -> None:
         say(f"context {server.engine.policy.context} tokens; {server.engine.scheduler.max_running} sequences at a time")
         say(f"http://{host}:{server.http.port}/v1  (Ctrl-C ends it)")
         server.run()
+
+
+def _url_of_run(words: Sequence[str]) -> str:
+    """The address of the front of the running job that is named alone; empty without one that answers."""
+    file = Path(words[0]) / SERVE_FILE if len(words) == 1 else None
+    if file is None or not file.is_file():
+        return ""
+    with suppress(OSError, ValueError, KeyError):
+        url = json.loads(file.read_text())["url"]
+        with urllib.request.urlopen(f"{url}/health", timeout=_HEALTH_S) as answer:
+            return url if answer.status == 200 else ""
+    return ""  # the file of a run that was killed
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class LeasedRow:
     """Tokens of the response that an earlier holder drew before it died."""
     episode: Episode | None = None
     """Its turns, if it has an environment."""
+    starts: list[int] = field(default_factory=list)
+    """Of a conversation with an agent: the first token of each branch but the first, in prompt and response together."""
     has_own_prompt: bool = False
     """A generator of the user's has made the prompt's tokens."""
     response: str | list[dict[str, Any]] = ""
@@ -138,10 +140,15 @@ class LeasedRow:
         )
 
     def columns(self) -> dict[str, np.ndarray]:
-        """The row's columns; log-probs, versions and the loss mask have one entry per token of the response."""
+        """The row's columns; log-probs, versions and the loss mask have one entry per token of the response.
+
+        `branch_starts`: `starts`, of a row that has any.
+        """
         done = self.completion
         assert done is not None
+        branches = {"branch_starts": np.array(self.starts, dtype=np.int32)} if self.starts else {}
         return {
+            **branches,
             "prompt_ids": np.array(done.prompt_ids, dtype=np.int32),
             "response_ids": np.array(done.token_ids, dtype=np.int32),
             "rollout_logprobs": np.array(done.logprobs, dtype=np.float32),

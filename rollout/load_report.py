@@ -9,6 +9,7 @@ from ..comm.clock import Clock
 from ..comm.messages import DrawnTokens, LoadReport
 from .decode_curve import DecodeCurve
 from .leased_row import LeasedRow
+from .serving.served_side import is_served
 
 if TYPE_CHECKING:
     from .engine.sequence import Completion
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .leases import HeldLeases
     from .migration.codec import MovedRow
     from .migration.migration import Migration
+    from .serving.served_side import ServedSide
 
 
 @dataclass(slots=True)
@@ -43,8 +45,8 @@ class LoadTotals:
     peak_running: int = 0
     """Most trajectories of a step since the last change of weights."""
 
-    def step(self, generator: "Generator", clock: Clock, batch_bound: int) -> "list[Completion]":
-        """Record a step of the generator; the curves use it if it only decodes."""
+    def step(self, generator: "Generator", clock: Clock, batch_bound: int, num_served: int = 0) -> "list[Completion]":
+        """Record a step of the generator; the curves use it if it only decodes. num_served: sequences that are no leases."""
         only_decodes = not generator.num_waiting
         started = clock.now()
         num_running = generator.num_running
@@ -56,7 +58,7 @@ class LoadTotals:
             kv_load = max(kv_load, generator.kv_load)
         elif generator.num_running:
             self.decoded(num_running, kv_load, seconds, batch_bound)
-        self.peak_running = max(self.peak_running, num_running)
+        self.peak_running = max(self.peak_running, num_running - num_served)
         self.num_steps = self.num_steps + 1
         self.step_s = self.step_s + seconds
         self.step_tokens = self.step_tokens + num_running
@@ -84,23 +86,36 @@ class LoadTotals:
         }  # fmt: skip
 
     def report(
-        self, generator: "Generator", migration: "Migration", tokens: int, num_starting: int, num_scoring: int = 0
+        self,
+        generator: "Generator",
+        migration: "Migration",
+        tokens: int,
+        num_starting: int,
+        num_scoring: int = 0,
+        served: "ServedSide | None" = None,
     ) -> LoadReport:
-        """tokens: those that the policy has drawn. num_starting: trajectories whose environments are reset. num_scoring: those without a reward."""
-        num_paused = len(generator.unfinished()) - generator.num_running - generator.num_waiting
+        """tokens: those that the policy has drawn. num_starting: trajectories whose environments are reset. num_scoring: those without a reward.
+
+        Those that it serves are left out: they do not move, and no weights wait for them. The room that they take bounds the rest.
+        """
+        leased = [part for part in generator.unfinished() if not is_served(part.trajectory_id)]
+        num_served, num_decoding = (served.num_served, served.num_running) if served is not None else (0, 0)
+        num_running = max(0, generator.num_running - num_decoding)
+        num_waiting = max(0, generator.num_waiting - (num_served - num_decoding))
+        num_paused = len(leased) - num_running - num_waiting
         return LoadReport(
             version=generator.weights.version,
-            num_running=generator.num_running,
-            num_waiting=generator.num_waiting,
+            num_running=num_running,
+            num_waiting=num_waiting,
             kv_util=generator.kv_load / generator.kv_capacity,
             tokens=tokens,
             busy_s=self.busy_s,
             idle_s=self.idle_s,
             pull_s=self.pull_s,
-            kv_used=migration.kv_used,
+            kv_used=sum(part.num_tokens for part in leased),
             kv_max=generator.kv_capacity,
             kv_fixed=self.small_curve.fixed_tokens,
-            batch_bound=migration.batch_bound,
+            batch_bound=max(1, migration.batch_bound - num_served) if migration.batch_bound else 0,
             prefilled=generator.num_prefilled,
             found=generator.num_found,
             num_at_tools=max(0, num_paused) + num_starting,
@@ -116,8 +131,12 @@ class TokenAccount:
     without notice. A generator of a user's may lack it: then what is known of the trajectories stands for it.
     """
 
-    def __init__(self, generator: "Generator", leases: "HeldLeases", incarnation: int) -> None:
+    def __init__(
+        self, generator: "Generator", leases: "HeldLeases", incarnation: int, served: "ServedSide | None" = None
+    ) -> None:
+        """served: sequences that are no leases; their tokens are counted apart."""
         self._generator = generator
+        self._served = served
         self._leases = leases
         self._incarnation = incarnation
         self._before = 0
@@ -139,9 +158,12 @@ class TokenAccount:
         """The tokens so far. moving: trajectories offered to other rollouts. is_whole: with those of unfinished trajectories."""
         unfinished = self._unfinished(moving) if is_whole else 0
         drawn = getattr(self._generator, "num_sampled", None)
+        served = self._served.num_drawn() if self._served is not None else 0
         if drawn is None:
             drawn = self._known = max(self._known, self._ended + unfinished)
-        return DrawnTokens(self._incarnation, drawn - self._before, self._ended, unfinished)
+        else:
+            drawn -= served
+        return DrawnTokens(self._incarnation, drawn - self._before, self._ended, unfinished, served)
 
     def _unfinished(self, moving: "Iterable[MovedRow]") -> int:
         held = self._leases.held

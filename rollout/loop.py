@@ -14,8 +14,8 @@ from ..comm.clock import REAL_TIME, Clock
 from ..comm.fleet import Fleet
 from ..comm.host_memory import give_back_heap
 from ..comm.mailbox import Envelope
-from ..comm.messages import Lease, LeaseGrant, Stop, SwitchWeights
-from ..comm.recipe import Recipe
+from ..comm.messages import Lease, LeaseGrant, ServeSequences, Stop, SwitchWeights
+from ..comm.recipe import Recipe, RewardSettings
 from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
@@ -33,6 +33,7 @@ from .partial_rows import PartialRows, StreamedRow
 from .rewards.pool import Rewards, open_rewards
 from .row_writer import RowWriter, Writer
 from .scoring import Scoring
+from .serving.served_side import SERVES, ServedSide
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class Rollout:
         self._storage = ReplicatedRows(fleet)
         self._partial_rows = PartialRows(generator, self.leases, self._storage, recipe.rollout.stream_tokens)
         self._row_writer = row_writer or RowWriter(self._mailbox, self._storage, recipe.comm.deadline_s)
-        self._tokens = TokenAccount(generator, self.leases, fleet.incarnation)
+        self.served = ServedSide(self._mailbox, generator, self.max_running, self._clock)
+        self._tokens = TokenAccount(generator, self.leases, fleet.incarnation, self.served)
         self._scoring = Scoring(rewards, recipe.reward, self.leases, self._row_writer, self._tokens)
         self._trace = Trace(Path(recipe.run.dir), fleet.name, self._clock)
         self._generation = Generation(
@@ -100,6 +102,9 @@ class Rollout:
         self._fleet.nearest("relay", having="unit")
         self._row_writer.start()
         self._generation.start()
+        if self._recipe.rollout.serve:
+            self.served.check()
+            self._fleet.announce(**{SERVES: "yes"})
 
     def step(self) -> None:
         """One turn of the loop: messages, moves, weights, leases, a step of the generator, finished rows, a report."""
@@ -108,6 +113,7 @@ class Rollout:
         self.migration.advance()
         has_turns = self._generation.advance()
         self._request_leases(self._update_weights())
+        self.served.admit(has_leases=not self._is_idle)
         self._generate()
         self._scoring.advance()
         if self.leases.can_continue and (rows := self._partial_rows.due(has_turns=has_turns)):
@@ -140,6 +146,8 @@ class Rollout:
             case SwitchWeights(version=version):
                 if version == self.generator.weights.version:
                     self._update_weights(is_ordered=True)
+            case ServeSequences() as message:
+                self.served.handle(envelope.sender, message)
             case Stop(reason=reason):
                 _log.info("stopped by the hub (%s) with %d unfinished trajectories", reason, len(self.leases.held))
                 self._is_stopped = True
@@ -230,6 +238,7 @@ class Rollout:
             if (held := self.leases.held.get(live.trajectory_id)) is not None:
                 held.switches.append((live.num_tokens, pulled.version))
                 num_unfinished += 1
+        self.served.switched(pulled.version)
         self._mailbox.send("hub", replace(pulled, num_unfinished=num_unfinished, is_ordered=is_ordered))
         self.leases.begin_version(pulled.version)
         self._totals.peak_running = 0
@@ -265,13 +274,21 @@ class Rollout:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no trajectory is unfinished here."""
-        return self.generator.idle and not self._generation.num_starting
+        """Whether no leased trajectory is unfinished here."""
+        if self._generation.num_starting:
+            return False
+        if not self.served.num_served:
+            return self.generator.idle
+        return all(held.completion is not None for held in self.leases.held.values())
 
     def _request_leases(self, is_outdated: bool) -> None:
+        if self._recipe.environment.is_served:
+            return  # the front leases them, for agents
         if self._is_idle:
             self.leases.drained()
-        busy = self.generator.num_running + self.generator.num_waiting + self._generation.num_starting
+        # Those that it serves do not count: they get a part of the batch beside the trajectories of the run.
+        in_batch = self.generator.num_running + self.generator.num_waiting - self.served.num_served
+        busy = in_batch + self._generation.num_starting
         # Where rewards or writes are the slowest part, more trajectories would wait for them and get old.
         room = self._pacing.free_slots(self.max_running, busy + self._scoring.backlog)
         self.leases.ask(self.generator.weights.version, room, is_outdated=is_outdated)
@@ -284,7 +301,8 @@ class Rollout:
             self._totals.idle_since = started
             self._read_messages(ENVIRONMENT_POLL_S if self._generation.num_starting else IDLE_S)
             return
-        completions = self._totals.step(self.generator, self._clock, self.migration.batch_bound)
+        found = self._totals.step(self.generator, self._clock, self.migration.batch_bound, self.served.num_served)
+        completions = self.served.take(found)
         if self._generation.episodes is not None and not (completions or self.generator.num_running):
             self._trace.enter("idle", version=self.generator.weights.version)
             self._totals.idle_since = started
@@ -301,7 +319,7 @@ class Rollout:
         num_starting = self._generation.num_starting
         num_scoring = sum(held.completion is not None for held in self.leases.held.values())
         drawn = self._generation.num_drawn
-        load = self._totals.report(self.generator, self.migration, drawn, num_starting, num_scoring)
+        load = self._totals.report(self.generator, self.migration, drawn, num_starting, num_scoring, self.served)
         recomputed = self.generator.num_recomputed
         drawn = self._tokens.report(self.migration.moving(), is_whole=True)
         self._mailbox.send("hub", replace(load, drawn=drawn, recomputed=getattr(self.generator, "recomputed", {})))
@@ -312,5 +330,6 @@ class Rollout:
 def run(fleet: Fleet, recipe: Recipe) -> None:
     """The rollout's process."""
     generator = open_generator(fleet, recipe)
-    rewards = open_rewards(recipe.reward, recipe.run.steps, recipe.rollout.engine)
+    reward = RewardSettings() if recipe.environment.is_served else recipe.reward  # the front has them scored
+    rewards = open_rewards(reward, recipe.run.steps, recipe.rollout.engine)
     Rollout(fleet, recipe, generator, rewards).run()

@@ -11,7 +11,8 @@ MAX_FILE_LINES = 460
 MAX_FUNCTION_LINES = 60
 P90_FUNCTION_LINES = 30
 MAX_PUBLIC_NAMES, USUAL_PUBLIC_NAMES = 12, 8
-MAX_ENTRIES, MAX_RELAY_ENTRIES = 22, 10
+MAX_ENTRIES, MAX_RELAY_ENTRIES = 23, 10
+"""The most are in `launch`, which has an entry for each command."""
 COLLECTIONS = ("errors.py", "protocol.py", "events.py")
 """Files that hold many like things, which count as one."""
 UNBOUNDED = {"wait", "get", "join", "result", "communicate", "acquire", "exception"}

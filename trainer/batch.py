@@ -46,6 +46,8 @@ class Trajectory:
     """Values by the critic, before the updates of the step."""
     returns: np.ndarray | None = None
     """Targets of the critic."""
+    branch_starts: np.ndarray | None = None
+    """int32: the first token of each branch but the first, in prompt and response together: each is read without those before it."""
 
     @classmethod
     def of(cls, row: RowRef, columns: Mapping[str, np.ndarray]) -> "Trajectory":
@@ -57,6 +59,11 @@ class Trajectory:
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    def sequences(self) -> list[np.ndarray]:
+        """The token ids of prompt and response, of each branch apart."""
+        token_ids = np.concatenate([self.prompt_ids, self.response_ids])
+        return [token_ids] if self.branch_starts is None else np.split(token_ids, self.branch_starts)
 
 
 @dataclass(slots=True)
@@ -139,7 +146,7 @@ PADDING_TRAJECTORY = Trajectory(_ZERO, _ZERO, rollout_logprobs=_ZERO, loss_mask=
 class PackedBatch:
     """Trajectories one after the other, T tokens in all; R of them are response tokens, which the policy drew.
 
-    token_ids [T]; cu_seqlens [n + 1], in the host's memory; tree: their trie, if it is computed in place of them; predictors [R]: index of the token, of the
+    token_ids [T]; cu_seqlens: the ends of their sequences, with a 0 before them, in the host's memory; tree: their trie, if it is computed in place of them; predictors [R]: index of the token, of the
     trie if there is one, whose hidden state predicts each response token;
     targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
     token; response_lengths [n] int64: response tokens of each trajectory, R in all. The other [R] are None if a
@@ -190,14 +197,15 @@ def pack(
 
     Tokens that they share are computed once, unless that gains nothing or one of them is longer than `longest_in_tree` tokens.
     """
-    lengths = [t.num_tokens for t in trajectories]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    # The hidden state at position i predicts token i + 1, so a response of R tokens is read from P - 1 on.
+    sequences = [sequence for t in trajectories for sequence in t.sequences()]
+    starts = np.cumsum([0, *(t.num_tokens for t in trajectories)])
+    # The hidden state at position i predicts token i + 1, so a response of R tokens is read from P - 1 on. The first token of a later
+    # branch has no loss, so that it does not matter what predicts it.
     predictors = [
         s + len(t.prompt_ids) - 1 + np.arange(len(t.response_ids)) for s, t in zip(starts, trajectories, strict=False)
     ]
     indices = np.concatenate(predictors)
-    tree = _tree(trajectories) if max(lengths) <= longest_in_tree else None
+    tree = _tree(sequences) if max(map(len, sequences)) <= longest_in_tree else None
     if tree is not None:
         indices = tree.row_nodes[indices]
     versions = [np.full(len(t.response_ids), t.version) if t.versions is None else t.versions for t in trajectories]
@@ -215,8 +223,8 @@ def pack(
         return joined(found, torch.float32) if len(found) == len(arrays) else None
 
     return PackedBatch(
-        token_ids=joined((a for t in trajectories for a in (t.prompt_ids, t.response_ids)), torch.long),
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        token_ids=joined(sequences, torch.long),
+        cu_seqlens=torch.tensor(np.cumsum([0, *map(len, sequences)]), dtype=torch.int32),
         tree=tree,
         predictors=to_device(torch.from_numpy(indices), device),
         targets=joined((t.response_ids for t in trajectories), torch.long),
@@ -233,7 +241,7 @@ def pack(
     )
 
 
-def _tree(trajectories: list[Trajectory]) -> PrefixTree | None:
-    """The trie of trajectories; None where they have too little in common to gain time by it."""
-    tree = PrefixTree.of([np.concatenate([t.prompt_ids, t.response_ids]) for t in trajectories], SHORTEST_PREFIX)
+def _tree(sequences: list[np.ndarray]) -> PrefixTree | None:
+    """The trie of sequences; None where they have too little in common to gain time by it."""
+    tree = PrefixTree.of(sequences, SHORTEST_PREFIX)
     return tree if tree.ratio >= LEAST_RATIO else None

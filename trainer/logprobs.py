@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .policy.model import Policy
 
 NEEDED = ("prompt_ids", "response_ids")
-"""The columns that `response_logprobs` reads."""
+"""The columns that `response_logprobs` reads, besides `branch_starts` of rows that have them."""
 
 
 def packed_hidden(policy: "Policy", batch: PackedBatch, dtype: str) -> Tensor:
@@ -63,13 +63,16 @@ def by_row(
     longest = policy.longest_in_tree if batch.has_trees else 0
     found: list[np.ndarray] = []
     for part in batch.micro_batches:
-        tokens = [[batch.columns[row.key][name] for name in NEEDED] for row in part]
-        lengths = [len(response) for _, response in tokens]
+        rows = [batch.columns[row.key] for row in part]
+        lengths = [len(columns["response_ids"]) for columns in rows]
         zeros = [np.zeros(length, np.float32) for length in lengths]
         trajectories = [
-            Trajectory(prompt, response, zero, zero, version=-1, advantages=zero)
-            for (prompt, response), zero in zip(tokens, zeros, strict=True)
-        ]
+            Trajectory(
+                *(columns[name] for name in NEEDED), zero, zero, version=-1, advantages=zero,
+                branch_starts=columns.get("branch_starts"),
+            )
+            for columns, zero in zip(rows, zeros, strict=True)
+        ]  # fmt: skip
         with torch.no_grad():
             packed = pack(trajectories or [PADDING_TRAJECTORY], -1, device, longest_in_tree=longest)
             numbers = compute(packed)

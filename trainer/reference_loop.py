@@ -34,8 +34,9 @@ def run(fleet: Fleet, recipe: Recipe, compute: Callable[[Batch], list[np.ndarray
     mailbox = fleet.open_mailbox(fleet.name)
     storage = ReplicatedRows(fleet)
     max_tokens = recipe.optimizer.micro_batch
+    columns = None if recipe.environment.is_served else NEEDED  # rows of agents may have branches
     stream = ExperienceStream(
-        mailbox, storage, [REFERENCE.name], NEEDED, max_tokens=max_tokens, longest_in_tree=longest
+        mailbox, storage, [REFERENCE.name], columns, max_tokens=max_tokens, longest_in_tree=longest
     )
     for batch in stream.start():
         stream.put(batch, {"ref_logprobs": compute(batch)})

@@ -1,4 +1,4 @@
-"""Control messages between processes, grouped by subject: run, leases, queue, saved queue, weights, migration.
+"""Control messages between processes, grouped by subject: run, leases, queue, saved queue, serving, weights, migration.
 
 Invariant: a message is a frozen struct; a malformed or foreign message is counted, logged and dropped.
 Start reading at `base.py` (the base class and ids), then `leases.py`.
@@ -58,6 +58,7 @@ from .run import (
     WaitStatus,
 )
 from .saved_queue import QueueRestored, QueueSaved, RestoreQueue, SaveQueue
+from .serving import ServedPiece, ServedPrompt, ServedSample, ServedTokens, ServeSequences
 from .weights import (
     OpenPullLink,
     OpenPushLink,

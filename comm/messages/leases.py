@@ -74,13 +74,14 @@ class DrawnTokens(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one incarnation of a rollout since it started, evaluations included.
 
     `drawn`: by its policy. `ended`: of trajectories that it has reported as ended, whoever drew them. `unfinished`: of the others that
-    it has; 0 in the report of a trajectory.
+    it has; 0 in the report of a trajectory. `served`: drawn for HTTP requests, which are in none of the others.
     """
 
     incarnation: int = 1
     drawn: int = 0
     ended: int = 0
     unfinished: int = 0
+    served: int = 0
 
 
 class RowsStreamed(Message, frozen=True):

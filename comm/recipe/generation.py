@@ -69,5 +69,7 @@ class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """If a rollout dies, others continue its trajectories and generate at most this many tokens of each again; 0 is off."""
     tp: Count = 1
     """Tensor-parallel ranks of one replica of the generator; `roles.rollout` is a multiple of it."""
+    serve: str = ""
+    """PORT or HOST:PORT: the run's rollouts also answer OpenAI's HTTP API there (docs/use/serving.md); 0 takes a free port; empty is off."""
     threads: Count | None = None
     """Threads of each rank of a rollout; null chooses by the host's cores and the other processes there."""

@@ -163,13 +163,21 @@ def _name_of(path: str) -> str:
     return PurePath(parts.path).name or parts.netloc.partition(":")[0]
 
 
+OPENENV = "openenv:"
+"""Begins an `environment.path` that is the address of a server."""
+MCP = "mcp:"
+"""Begins an entry of `environment.tools` that stands for a server's tools: its address, or its command."""
+SERVE = "serve"
+"""`environment.path` of a run whose trajectories are those of agents."""
+
+
 class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`environment.*`: tools and environments with which the policy interacts over several turns."""
 
     path: str = ""
-    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools (docs/use/environments.md)."""
+    """`FILE.py:CLASS` with `reset` and `step`, or with methods that are tools; `openenv:URL` for an OpenEnv server (docs/use/environments.md); `serve` for agents that use `rollout.serve` (docs/use/agents.md)."""
     tools: tuple[str, ...] = ()
-    """Python functions that the policy may call, each `FILE.py:FUNCTION` or `package.module:FUNCTION`, with type hints and a docstring."""
+    """Python functions that the policy may call, each `FILE.py:FUNCTION` or `package.module:FUNCTION`, with type hints and a docstring; `mcp:URL` and `mcp:COMMAND` stand for all tools of an MCP server."""
     max_turns: Count = 16
     """Most turns of the policy in a trajectory."""
     timeout_s: Seconds = 30.0
@@ -179,5 +187,21 @@ class EnvironmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_set(self) -> bool:
-        """Whether trajectories have several turns."""
-        return bool(self.path or self.tools)
+        """Whether rollouts generate trajectories of several turns."""
+        return bool(self.tools or (self.path and not self.is_served))
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the trajectories are those of agents, which use the run over HTTP."""
+        return self.path == SERVE
+
+    @property
+    def server(self) -> str:
+        """The address of the OpenEnv server; empty if `path` names another environment."""
+        return self.path.removeprefix(OPENENV) if self.path.startswith(OPENENV) else ""
+
+    @property
+    def user_code(self) -> list[str]:
+        """The paths of the user's Python code."""
+        own = [] if self.server or self.is_served else [self.path]
+        return [path for path in (*own, *self.tools) if path and not path.startswith(MCP)]

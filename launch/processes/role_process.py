@@ -58,6 +58,7 @@ _MAINS = {
     "reference": "headrace.trainer.reference_loop",
     "task": "headrace.relay.queue.task_loop",
     "shard": "headrace.rollout.generators.builtin",
+    "front": "headrace.rollout.serving.run_front",
 }
 _REFUSE_S = 30.0
 _SUMMARY_S = 30.0
@@ -145,10 +146,14 @@ def exchange_summary(fleet: "StoreFleet", run_dir: Path) -> None:
 def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
     """The function that a role's process runs: the role's loop, or the function that the recipe names as its engine.
 
-    An engine that is a class is an adapter, which the role's own loop calls.
+    An engine that is a class is an adapter, which the role's own loop calls. Raises `SettingError` for another one that is to serve.
     """
     engines = {"actor": ("trainer.engine", recipe.trainer.engine), "rollout": ("rollout.engine", recipe.rollout.engine)}
     if role in engines and (function := process_function(*engines[role])) is not None:
+        if role == "rollout" and recipe.rollout.serve:
+            raise SettingError(
+                f"rollout.serve: rollout.engine={recipe.rollout.engine} has a loop of its own, which takes no requests"
+            )
         return function
     return importlib.import_module(_MAINS[role]).run
 

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 from typing import IO
 
@@ -47,6 +46,7 @@ from ..placement import (
 from ..report.peak_memory import write_peaks
 from .child import Child, ChildCommands, describe_exit, print_message
 from .copies_lock import lock_to_write
+from .exits import RESTART_WINDOW_S, ExitKind, classify_exit
 from .memory_kill import MemoryKills
 from .secret import read_secret
 from .signals import block_signals, wait_for_signal
@@ -60,52 +60,17 @@ POLL_S = 0.5
 """Seconds between two checks for the summary."""
 STORE_POLL_S = 0.02
 """Seconds between two checks for the address of the store that is starting."""
-MAX_RESTARTS = 5
-"""Restarts of a child within `RESTART_WINDOW_S` after which it counts as broken."""
-RESTART_WINDOW_S = 60.0
 START_AGAIN_S = 0.5
 """Seconds until a process that the machine could not start is tried again; they double."""
 LONGEST_PAUSE_S = 8.0
 """The longest of these pauses."""
+FRONT = "front"
+"""The process that answers HTTP requests. The run needs it for nothing else."""
 LAUNCHER = "HEADRACE_LAUNCHER"
 """Set in the environment by the launcher, which prints the run's summary itself."""
 
 
-class ExitKind(Enum):
-    """The meaning of a child's exit."""
-
-    DONE = auto()
-    RESTART = auto()
-    FAILED_REPORTED = auto()
-    """The run fails, and the child has reported the reason to the hub."""
-    FAILED_UNREPORTED = auto()
-    """The run fails, and the hub does not know it yet."""
-
-
-def classify_exit(
-    role: str,
-    code: int,
-    restarts: Sequence[float],
-    now: float,
-    *,
-    is_restartable: bool,
-    is_ending: bool,
-    has_store_ended: bool = True,
-) -> ExitKind:
-    """Classify the exit of a child of `role` with `code`. `restarts` holds the times of its earlier restarts.
-
-    A process that lost a store that has not ended is started again: it was frozen for long, or the network may come back.
-    """
-    if code == 0:
-        return ExitKind.DONE
-    if is_ending or code == STORE_GONE_EXIT or (code == STORE_LOST_EXIT and has_store_ended):
-        return ExitKind.FAILED_REPORTED
-    if is_restartable and code != 2:
-        recent = [moment for moment in restarts if now - moment < RESTART_WINDOW_S]
-        return ExitKind.RESTART if len(recent) < MAX_RESTARTS else ExitKind.FAILED_UNREPORTED
-    if code in (1, 2, MEMORY_FULL_EXIT) and role != "store":
-        return ExitKind.FAILED_REPORTED
-    return ExitKind.FAILED_UNREPORTED
+_WITHOUT_FRONT = "the run goes on and answers no more HTTP requests"
 
 
 @dataclass(slots=True)
@@ -221,6 +186,8 @@ class Supervisor:
             self.lock = lock_to_write(Path(self.recipe.run.dir))
         if self.placement.name == "relay-0":
             self._start_worker("hub")
+            if self.recipe.rollout.serve:
+                self._start_worker(FRONT)
         self._start_worker(self.placement.name)
 
     def _start_worker(self, name: str) -> None:
@@ -242,6 +209,9 @@ class Supervisor:
             print_message(f"{name} cannot be started now: {error}; it is tried again in {pause_s:g} s")
             return
         how = f"{name} could not be started for {now - failures[0]:.0f} s: {error}"
+        if name == FRONT:
+            print_message(f"{how}; {_WITHOUT_FRONT}")
+            return
         print_message(f"{how}; the run ends")
         self._report_death(name, how)
         self.exit_code = 1
@@ -310,6 +280,8 @@ class Supervisor:
                 f"{how}; it is started again" if has_cause else f"{how} and is started again{child.log_tail(3)}"
             )
             self._start_worker(child.name)
+        elif child.name == FRONT and code != 2 and kind is ExitKind.FAILED_UNREPORTED:
+            print_message(f"{describe_exit(child.name, code)} again and again; {_WITHOUT_FRONT}{child.log_tail(3)}")
         elif kind is not ExitKind.DONE:
             self._fail(child, code, is_reported=kind is ExitKind.FAILED_REPORTED)
 

@@ -119,7 +119,9 @@ def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], makes: Collection[
         parts["data.path"] = home / "openings.jsonl" if recipe.model.path else home / "prompts.jsonl"
     words = [f"{name}={path}" for name, path in parts.items()]
     if not (recipe.model.path or recipe.data.path or recipe.reward.path):
-        words += [f"{name}={function}" for name, function in task.functions.items()]
+        # Agents have tools of their own, and give the reward.
+        functions = {} if recipe.environment.is_served else task.functions
+        words += [f"{name}={function}" for name, function in functions.items()]
     for name, path in parts.items():
         if name in makes:
             home.mkdir(parents=True, exist_ok=True)

@@ -110,6 +110,11 @@ def _check(recipe: Recipe) -> Any:
     found = check_evaluation(recipe)
     if not found:
         raise SettingError("eval.path is not set; it names the prompts, such as eval.path=test.jsonl")
+    if recipe.environment.is_served and not recipe.reward.path:
+        raise SettingError(
+            "reward.path is not set: agents gave the rewards of this run (environment.path=serve); name a reward function for single"
+            " responses, or let an agent measure at `headrace serve`"
+        )
     check_files("rollout", recipe)
     check_tools(recipe.environment)
     warnings: list[str] = []

@@ -119,7 +119,9 @@ def _facts(recipe: Recipe, source: str) -> dict[str, str]:
     """Data, reward, algorithm and size of a step."""
     batch = recipe.batch
     algorithm = recipe.algorithm
-    rewards = recipe.reward.functions.values() or [recipe.environment.path]
+    rewards = recipe.reward.functions.values() or [
+        "agents" if recipe.environment.is_served else recipe.environment.path
+    ]
     return {
         "base model": source,
         "data": ", ".join(map(_data_name, recipe.data.paths)),

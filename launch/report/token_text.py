@@ -7,7 +7,7 @@ _ENDS = ("trained", "evaluated", "filtered", "failed", "evicted", "superseded", 
 
 
 def tokens_text(summary: Mapping[str, Any]) -> str:
-    """Both sides of the account with the terms that are not 0, and what was prefilled again; "" where nothing was generated."""
+    """Both sides of the account with the terms that are not 0, and what was served and prefilled again; "" where nothing was generated."""
     tokens = summary.get("tokens") or {}
     if not tokens.get("generated"):
         return ""
@@ -19,4 +19,5 @@ def tokens_text(summary: Mapping[str, Any]) -> str:
     text = f"{source} = {' + '.join(parts)}" + ("" if tokens.get("holds") else ": DOES NOT HOLD")
     again = summary.get("tokens_recomputed") or {}
     reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in again.items())
+    text += f"; {tokens['served']:,} served" if tokens.get("served") else ""
     return text + (f"; prefilled again: {reasons}" if reasons else "")

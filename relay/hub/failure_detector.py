@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...comm.fleet import Fleet, Member
 from ...comm.messages.base import storage_id_of
 
-WATCHED = ("rollout", "relay", "reference", "task")
+WATCHED = ("rollout", "relay", "reference", "task", "front")
 
 
 class Death(NamedTuple):

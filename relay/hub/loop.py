@@ -188,17 +188,22 @@ class HubLoop:
                 log.info("%s has joined, incarnation %d, on %s", member.name, member.incarnation, member.host_name)
         self.overview.look(self.detector.members)
         self._start_lines.joined(self.detector.seen)
-        self._print_generators()
+        self._print_facts()
         self._check_models()
         self.hub.health.watch()
 
-    def _print_generators(self) -> None:
-        """Print each new description of a rollout's generator: of all logs, only the hub's and rank 0's reach the console."""
+    def _print_facts(self) -> None:
+        """Print each new description of a rollout's generator, and the front's address: of all logs, only the hub's and rank 0's reach the console."""
         for member in self.detector.living.values():
             description = member.info.get("generator", "")
             if description not in self._printed:
                 self._printed.add(description)
                 tell(f"generator: {description}")
+        for member in self.detector.members:
+            url = member.info.get("url", "") if member.role == "front" else ""
+            if url not in self._printed:
+                self._printed.add(url)
+                tell(f"the rollouts answer requests at {url}/v1")
 
     def _check_models(self) -> None:
         """A process with another policy ends the run; one of a host that has joined is refused alone."""

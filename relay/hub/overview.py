@@ -48,6 +48,8 @@ GONE = "gone"
 """That of one that has died, or counts as dead, until its next process joins."""
 LEFT = "has ended"
 """That of one that is no longer there while the run ends."""
+_SILENT = {"hub": "decides", "front": "serves"}
+"""The state of the processes that report nothing about themselves."""
 LOADS = "loads"
 """That of one that has joined and has not reported yet."""
 
@@ -189,8 +191,8 @@ class Overview:
         seen = self._seen.get(name) or (self._seen.get("actor-0") if member.role == "actor" else None)
         leased = len(state.held.get(name, ()))
         at = {"name": name, "host": member.host_name, "incarnation": member.incarnation, "leased": leased}
-        if name == "hub":
-            return MemberStatus(**at, state="decides")
+        if member.role in _SILENT:
+            return MemberStatus(**at, state=_SILENT[member.role])
         if seen is None and member.role == "actor" and state.hub_restarts and name not in self._gone_at:
             return MemberStatus(
                 **at, state="trains", version=state.step
@@ -247,7 +249,7 @@ def expected_names(recipe: Recipe) -> tuple[str, ...]:
     roles = recipe.roles
     counts = {
         "actor": roles.actor, "relay": roles.relay or 1, "rollout": recipe.num_replicas, "reference": roles.reference,
-        "task": roles.task,
+        "task": roles.task, "front": int(bool(recipe.rollout.serve)),
     }  # fmt: skip
     return ("hub", *(f"{role}-{index}" for role, count in counts.items() for index in range(count)))
 

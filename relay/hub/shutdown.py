@@ -67,10 +67,13 @@ class Shutdown:
             hub.context.commit(end)
         if hub.state.ended:  # the hub before had counted already
             self._tell("relay", Stop(end.status), gone)
+            self._tell("front", Stop(end.status), gone)
             return self._summary(end, end.facts, hub.state.in_flight)
         has_trained = end.facts is not None
         actors = [] if has_trained else self._tell("actor", Stop(end.status), gone)[:1]  # rank 0 tells the others
         rollouts = self._tell("rollout", Stop(end.status), gone)
+        fronts = self._tell("front", Stop(end.status), gone)
+        rollouts += [front for front in fronts if front in hub.state.held]  # those that lease for agents
         for role in ("reference", "task"):  # they hold no trajectory, but may still write to the storage units
             rollouts += self._tell(role, Stop(end.status), gone)
         holdings = self._collect(HeldRows, rollouts)

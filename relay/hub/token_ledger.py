@@ -5,7 +5,7 @@ After every step, and at the end, in tokens since the run was last started:
     generated + restored = trained + evaluated + filtered + failed + evicted + superseded + lost + ready + unfinished
 
 *generated* is what the rollouts' generators counted; the ends of trajectories are the journal's (`TokenAccount` in
-`relay/journal/records.py`). *superseded* trajectories ended after another rollout had got their lease. *lost* tokens were those of
+`relay/journal/records.py`). Tokens for HTTP requests are in no term; they are counted beside the account, as *served*. *superseded* trajectories ended after another rollout had got their lease. *lost* tokens were those of
 unfinished trajectories: their rollout died, or they had to start again.
 """
 
@@ -35,6 +35,8 @@ class _Entry:
     """Tokens that it has drawn, by its last message of any kind."""
     ended: int = 0
     """Tokens of the trajectories whose end this hub has heard of."""
+    served: int = 0
+    """Tokens for HTTP requests."""
     is_gone: bool = False
 
     @property
@@ -111,7 +113,13 @@ class TokenLedger:
         handed = sum(group.rows[sample].num_drawn for group in groups for sample in group.samples(RowStatus.READY))
         out = self.totals()
         again = {f"recomputed/{reason}": count for reason, count in self.recomputed().items()}
-        return out | {"trained": out["trained"] + handed, "ready": out["ready"] - handed} | again
+        out |= {"trained": out["trained"] + handed, "ready": out["ready"] - handed, "served": self.served}
+        return out | again
+
+    @property
+    def served(self) -> int:
+        """Tokens that the rollouts have drawn for HTTP requests."""
+        return sum(entry.served for entry in self._entries.values())
 
     def totals(self) -> dict[str, int]:
         """The terms of the account so far, by name."""
@@ -146,6 +154,7 @@ class TokenLedger:
         if has_gone:
             out["lost"] += missing
             missing = 0
+        out |= {"served": self.served} if self.served else {}
         return out | {"holds": missing == 0 and out["lost"] >= 0}
 
     def recomputed(self) -> dict[str, int]:
@@ -163,13 +172,14 @@ class TokenLedger:
             self._entries[key] = _Entry(ended=drawn.ended if self._state.hub_restarts else 0)
         entry = self._entries[key]
         entry.drawn = max(entry.drawn, drawn.drawn)
+        entry.served = max(entry.served, drawn.served)
         return entry
 
 
 def step_metrics(now: Mapping[str, int], before: Mapping[str, int]) -> Iterator[tuple[str, float]]:
     """`tokens/*` of a step from the totals at its end and at that of the step before; those of no tokens are left out."""
     yield "tokens/generated", float(now.get("generated", 0) - before.get("generated", 0))
-    for kind in (*KINDS, *(kind for kind in now if kind.startswith("recomputed/"))):
+    for kind in (*KINDS, "served", *(kind for kind in now if kind.startswith("recomputed/"))):
         if number := now.get(kind, 0) - before.get(kind, 0):
             yield f"tokens/{kind}", float(number)
     yield "tokens/ready", float(now.get("ready", 0))

@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from ...comm.environment import environment_of_users_code
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
 from ...comm.recipe import EnvironmentSettings
+from ...comm.recipe.run import MCP
 from ..user_code.channel import Channel, add_folders, explain
 from ..user_code.host import KILL_S, STARTUP_S
-from .tools import tools_of
+from .mcp_servers import McpServer
+from .tools import Tool, tools_of
 
 
 def tool_schemas(settings: EnvironmentSettings) -> list[dict[str, Any]] | None:
@@ -53,16 +57,27 @@ def _read_schemas(path: str, tools: tuple[str, ...]) -> list[dict[str, Any]] | N
     return answer["schemas"]
 
 
-def _load_schemas(path: str, tools: Sequence[str]) -> list[dict[str, Any]] | None:
-    found = [load_object("environment.tools", tool) for tool in tools]
-    if path and isinstance(made := load_object("environment.path", path), type):
-        found += [] if hasattr(made, "step") else tools_of(object.__new__(made))
-    if not found:
-        return None
+def _load_schemas(settings: EnvironmentSettings) -> list[dict[str, Any]] | None:
+    schemas = list[dict[str, Any]]()
+    for tool in settings.tools:
+        if tool.startswith(MCP):
+            server = McpServer(tool.removeprefix(MCP))
+            schemas += [each.schema for each in server.tools]
+            server.close()
+        else:
+            schemas += _schemas_of([load_object("environment.tools", tool)])
+    if settings.path and not settings.server:
+        made = load_object("environment.path", settings.path)
+        if isinstance(made, type) and not hasattr(made, "step"):
+            schemas += _schemas_of(tools_of(object.__new__(made)))
+    return schemas or None
+
+
+def _schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     from transformers.utils import chat_template_utils as form
 
     try:
-        return [form.get_json_schema(tool) for tool in found]
+        return [form.get_json_schema(tool) for tool in tools]
     except (form.TypeHintParsingException, form.DocstringParsingException) as error:
         raise SettingError(f"environment.tools: {error}") from error
 
@@ -70,15 +85,14 @@ def _load_schemas(path: str, tools: Sequence[str]) -> list[dict[str, Any]] | Non
 def main() -> None:
     """Answer with the schemas, or with the error."""
     channel = Channel()
-    path = channel.settings["path"]
-    tools = channel.settings["tools"]
+    settings = msgspec.convert(channel.settings, EnvironmentSettings)
     try:
-        add_folders(path, *tools)
-        channel.write(0, {"schemas": _load_schemas(path, tools)})
+        add_folders(*settings.user_code)
+        channel.write(0, {"schemas": _load_schemas(settings)})
     except SettingError as error:
         channel.write(0, {"error": str(error)})
     except BaseException as error:  # noqa: BLE001 - the user gets any error of the file
-        setting = "environment.tools" if tools else "environment.path"
+        setting = "environment.tools" if settings.tools else "environment.path"
         channel.write(0, {"error": f"{setting} cannot be loaded: {explain(error)}"})
     os._exit(0)  # threads that the user's file has started do not keep it
 

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,8 +22,12 @@ import msgspec
 
 from ...comm.errors import SettingError
 from ...comm.plugins import load_object
+from ...comm.recipe import EnvironmentSettings
+from ...comm.recipe.run import MCP
 from ..user_code.channel import Channel, add_folders, explain
 from .base import StepResult, with_observation
+from .mcp_servers import McpServer
+from .openenv import OpenEnvironment, OpenEnvServer
 from .tools import ToolEnvironment, tools_of
 from .user_calls import THREADS, call, num_abandoned
 
@@ -198,11 +202,28 @@ def _keep(task: asyncio.Task[Any], tasks: set[asyncio.Task[Any]]) -> None:
     task.add_done_callback(tasks.discard)
 
 
-def open_factory(path: str, tools: list[str]) -> Callable[[], Any]:
-    """Creates an environment for a trajectory, from `environment.path` and `environment.tools`."""
-    functions = [load_object("environment.tools", tool) for tool in tools]
+def open_servers(settings: EnvironmentSettings) -> dict[str, McpServer]:
+    """The MCP servers of `environment.tools`, connected. Raises `SettingError`."""
+    return {entry: McpServer(entry.removeprefix(MCP)) for entry in settings.tools if entry.startswith(MCP)}
+
+
+def open_factory(settings: EnvironmentSettings, servers: Mapping[str, McpServer]) -> Callable[[], Any]:
+    """Creates an environment for a trajectory, from `environment.path` and `environment.tools`; `servers` are those of `open_servers`.
+
+    Raises `SettingError`.
+    """
+    functions = list[Callable[..., Any]]()
+    for entry in settings.tools:
+        functions += servers[entry].functions() if entry in servers else [load_object("environment.tools", entry)]
+    names = [function.__name__ for function in functions]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise SettingError(f"environment.tools: two tools have the name {twice}")
+    path = settings.path
     if not path:
         return lambda: ToolEnvironment(functions)
+    if settings.server:
+        server = OpenEnvServer(settings.server, settings.timeout_s)
+        return lambda: OpenEnvironment(server)
     make_users = load_object("environment.path", path)
 
     def make() -> Any:
@@ -258,8 +279,11 @@ class _Watchdog:
         os._exit(1)
 
 
-async def serve(worker: Worker, channel: Channel, timeout_s: float) -> None:
-    """Answer questions until their stream ends; then close the environments. The process ends with its abandoned threads."""
+async def serve(worker: Worker, channel: Channel, timeout_s: float, servers: Collection[McpServer]) -> None:
+    """Answer questions until their stream ends; then close the environments and the connections to `servers`.
+
+    The process ends with its abandoned threads.
+    """
     loop = asyncio.get_running_loop()
     reader = ThreadPoolExecutor(1)
     tasks = set[asyncio.Task[None]]()
@@ -279,18 +303,21 @@ async def serve(worker: Worker, channel: Channel, timeout_s: float) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await worker.close()
+    for server in servers:
+        server.close()
     os._exit(0)
 
 
 def main() -> None:
     """Load the user's files, and answer."""
     channel = Channel()
-    path, tools, timeout_s = (channel.settings[name] for name in ("path", "tools", "timeout_s"))
+    settings = msgspec.convert(channel.settings, EnvironmentSettings)
     with channel.loading():
-        add_folders(path, *tools)
-        make = open_factory(path, tools)
+        add_folders(*settings.user_code)
+        servers = open_servers(settings)
+        make = open_factory(settings, servers)
     channel.write(0, {})
-    asyncio.run(serve(Worker(make, timeout_s), channel, timeout_s))
+    asyncio.run(serve(Worker(make, settings.timeout_s), channel, settings.timeout_s, servers.values()))
 
 
 if __name__ == "__main__":

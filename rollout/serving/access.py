@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -12,19 +13,29 @@ from .fields import RequestRefused
 _PORT = re.compile(r":\d+$")
 LEAST_KEY = 8
 """Least characters of a key."""
+KEY_VARIABLE = "HEADRACE_API_KEY"
+"""The environment variable of a key, which other users of the machine do not see, unlike a word of the command line."""
+SERVE_FILE = "serve.json"
+"""The file of a run folder with the address of its front: `{"url": "http://HOST:PORT", "model": NAME}`."""
+_HOST = "127.0.0.1"
 
 
 class Access:
     """Checks the headers of requests."""
 
-    def __init__(self, host: str, keys: Sequence[str]) -> None:
-        """host: the address to listen on. keys: any of them opens. Raises `SettingError` for a host beyond loopback without keys."""
+    def __init__(self, host: str, keys: Sequence[str], setting: str = "") -> None:
+        """host: the address to listen on. keys: any of them opens. Raises `SettingError` for a host beyond loopback without keys.
+
+        setting: that of a recipe which gives the host; empty for options of a command.
+        """
         if not keys and not is_loopback(host):
-            raise SettingError(
-                f"--host={host}: other machines reach this address, so an API key is needed: set HEADRACE_API_KEY or --api-key"
-            )
+            where = f"{setting}: {host}" if setting else f"--host={host}"
+            how = f"set {KEY_VARIABLE}" + ("" if setting else " or --api-key")
+            raise SettingError(f"{where}: other machines reach this address, so an API key is needed: {how}")
         if any(len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key for key in keys):
-            raise SettingError(f"--api-key: a key has at least {LEAST_KEY} printable ASCII characters and no space")
+            raise SettingError(
+                f"{KEY_VARIABLE if setting else '--api-key'}: a key has at least {LEAST_KEY} printable ASCII characters and no space"
+            )
         self._digests = [_digest(key) for key in keys]
 
     def check(self, headers: Mapping[str, str]) -> None:
@@ -46,6 +57,20 @@ class Access:
         found = [hmac.compare_digest(digest, own) for own in self._digests]
         if not any(found):
             raise RequestRefused("this is not an API key of this server", status=401, code="invalid_api_key")
+
+
+def api_keys() -> list[str]:
+    """The key in the environment, if there is one."""
+    return [key] if (key := os.environ.get(KEY_VARIABLE)) else []
+
+
+def serve_address(text: str) -> tuple[str, int]:
+    """Host and port of `rollout.serve`: PORT, HOST:PORT or [IPV6]:PORT, where port 0 takes a free one. Raises `SettingError`."""
+    host, _, port = text.rpartition(":")
+    is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not port.isascii() or not port.isdigit() or int(port) >= 1 << 16 or is_bare:
+        raise SettingError(f"rollout.serve={text} is neither PORT nor HOST:PORT, such as 8000 or 127.0.0.1:8000")
+    return host.strip("[]") or _HOST, int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -34,29 +34,27 @@ class ClientGone(Exception):
     """The client has closed its connection, so nobody waits for the answer."""
 
 
-def make_app(front: Front, access: Access) -> Starlette:
-    """The application of a front."""
-    paths: list[str] = []
+def make_app(front: Front, access: Access, more: Sequence[Route] = ()) -> Starlette:
+    """The application of a front. more: routes beside those of the API, each of them `guarded`."""
 
     def route(path: str, handler: Handler, method: str) -> Route:
-        paths.append(f"{method} {path.replace(':path', '')}")
-        return Route(path, _guarded(handler, access), methods=[method])
+        return Route(path, guarded(handler, lambda request: access.check(request.headers)), methods=[method])
 
     async def models(_: Request) -> Response:
-        return _json({"object": "list", "data": [_card(front)]})
+        return json_answer({"object": "list", "data": [card(front)]})
 
     async def model(request: Request) -> Response:
         if request.path_params["name"] != front.model.name:
             problem = f"there is no model {request.path_params['name']!r} here; this server has {front.model.name!r}"
             raise RequestRefused(problem, "model", status=404, code="model_not_found")
-        return _json(_card(front))
+        return json_answer(card(front))
 
     async def health(_: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     def posted(reader: Reader) -> Handler:
         async def answer(request: Request) -> Response:
-            return await _answer(front, request, reader(await _read_json(request)))
+            return await _answer(front, request, reader(await read_json(request)))
 
         return answer
 
@@ -67,7 +65,9 @@ def make_app(front: Front, access: Access) -> Starlette:
         route("/v1/chat/completions", posted(front.chat), "POST"),
         route("/v1/completions", posted(front.text), "POST"),
         route("/inference/v1/generate", posted(front.ids), "POST"),
+        *more,
     ]
+    paths = [f"{_method(each)} {each.path.replace(':path', '')}" for each in routes[1:]]
 
     async def not_found(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -123,12 +123,12 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(worker, leaver, return_exceptions=True)
 
 
-def _guarded(handler: Handler, access: Access) -> Handler:
-    """The handler, for those who may ask, with its errors as answers."""
+def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
+    """The handler, for those whom `check` does not refuse, with its errors as answers."""
 
-    async def guarded(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         try:
-            access.check(request.headers)
+            check(request)
             return await handler(request)
         except RequestRefused as error:
             return _refusal(error)
@@ -138,7 +138,7 @@ def _guarded(handler: Handler, access: Access) -> Handler:
             log.exception("a request to %s failed", request.url.path)
             return _refusal(RequestRefused.internal())
 
-    return guarded
+    return answer
 
 
 async def _answer(front: Front, request: Request, work: Work) -> Response:
@@ -146,12 +146,12 @@ async def _answer(front: Front, request: Request, work: Work) -> Response:
     if work.answer.form.streams:
         return EventStream(front.events(work), lambda: front.desk.release(work.ticket))
     try:
-        return _json(await unless_gone(request.receive, front.whole(work)))
+        return json_answer(await unless_gone(request.receive, front.whole(work)))
     finally:
         front.desk.release(work.ticket)
 
 
-async def _read_json(request: Request) -> dict[str, Any]:
+async def read_json(request: Request) -> dict[str, Any]:
     """The body. Raises `RequestRefused`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -188,7 +188,11 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _card(front: Front) -> dict[str, Any]:
+def _method(route: Route) -> str:
+    return next(iter(route.methods - {"HEAD"})) if route.methods else "GET"
+
+
+def card(front: Front) -> dict[str, Any]:
     """What the list of models says of the served one."""
     return {
         "id": front.model.name,
@@ -196,20 +200,21 @@ def _card(front: Front) -> dict[str, Any]:
         "created": 0,
         "owned_by": "headrace",
         "max_model_len": front.model.context,
-        "weight_version": front.model.version,
+        "weight_version": front.desk.version,
     }
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer in JSON."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 def _refusal(error: RequestRefused) -> Response:
     headers: dict[str, str] = {}
-    if error.status == 429:
+    if error.status in (429, 503):
         headers["Retry-After"] = "1"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (401, 403, 408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return _json(error.body(), error.status, headers)
+    return json_answer(error.body(), error.status, headers)

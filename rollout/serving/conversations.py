@@ -127,10 +127,11 @@ class Conversations:
 
 def _conversation(key: bytes, messages: Sequence[Message]) -> bytes:
     """A digest of a conversation. The numbers of calls, which clients may drop, do not count."""
-    return _digest(key, [_essence(message) for message in messages])
+    return _digest(key, [essence(message) for message in messages])
 
 
-def _essence(message: Message) -> list[Any]:
+def essence(message: Message) -> list[Any]:
+    """What two forms of the same message have in common, however a client writes it."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     content = message["content"]
     return [message["role"], content if content.strip() or not calls else "", calls, message.get("name")]

@@ -50,12 +50,16 @@ class ServedGenerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of a response, and their log-probs; with its `end`, the whole response as the generator returned it."""
+    """New tokens of a response, each with its log-prob and the version of the weights that drew it.
+
+    With its `end`, the whole response as the generator returned it.
+    """
 
     sample: int
     """The place of the response among those of its request."""
     token_ids: list[int]
     logprobs: list[float]
+    versions: list[int]
     end: Completion | None = None
 
 
@@ -69,6 +73,7 @@ class Ticket:
     streams: bool
     """Whether tokens are delivered as they come, and not only with the end of a response."""
     _pieces: deque[Piece] = field(default_factory=deque)
+    _failure: RequestRefused | None = None
     _arrival: "asyncio.Future[None] | None" = None
 
     @property
@@ -79,17 +84,27 @@ class Ticket:
     def put(self, piece: Piece) -> None:
         """Add a piece."""
         self._pieces.append(piece)
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
+        self._wake()
+
+    def fail(self, error: RequestRefused) -> None:
+        """End the request: `next` raises this error behind the pieces that are there."""
+        self._failure = error
+        self._wake()
 
     async def next(self, timeout_s: float) -> Piece:
-        """The next piece. Raises `TimeoutError`."""
+        """The next piece. Raises `TimeoutError`, and the error of `fail`."""
         # `asyncio.wait_for` would lose a cancellation that comes together with a piece (Python 3.11).
         async with asyncio.timeout(timeout_s):
             while not self._pieces:
+                if self._failure is not None:
+                    raise self._failure
                 self._arrival = asyncio.get_running_loop().create_future()
                 await self._arrival
         return self._pieces.popleft()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
 
 @dataclass(slots=True)
@@ -101,13 +116,38 @@ class _Served:
     num_sent: int = 0
 
 
+class AnyDesk(Protocol):
+    """What a front needs of a desk; all of it belongs to the front's thread."""
+
+    @property
+    def version(self) -> int:
+        """The newest version of the weights that draw tokens."""
+        ...
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a request. Raises `RequestRefused`, with the status 429 where too many wait."""
+        ...
+
+    def release(self, ticket: Ticket) -> None:
+        """Forget a request that was submitted: it is answered, or its client has left. What is unfinished is dropped."""
+        ...
+
+    def late(self, ticket: Ticket, timeout_s: float) -> RequestRefused:
+        """The error of a request that has no answer after so many seconds."""
+        ...
+
+
 class Desk:
     """Requests that wait or run. `submit` and `release` belong to the front's thread, the rest to the generator's."""
 
-    def __init__(self, most_samples: int) -> None:
-        """most_samples: responses that may wait or run; a request beyond is refused, and its client told to come back."""
+    def __init__(self, most_samples: int, version: int = 0) -> None:
+        """most_samples: responses that may wait or run; a request beyond is refused, and its client told to come back.
+
+        version: that of the generator's weights, which do not change.
+        """
         self.num_samples = 0
         """Responses that were asked for and have not ended, as the front knows."""
+        self.version = version
         self._most_samples = most_samples
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new: deque[Ticket] = deque()
@@ -120,15 +160,7 @@ class Desk:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request. Raises `RequestRefused`, with the status 429 where too many wait."""
-        if ticket.num_samples > self._most_samples:
-            raise RequestRefused(
-                f"{ticket.num_samples} responses; this server takes {self._most_samples} at a time", "n"
-            )
-        if self.num_samples + ticket.num_samples > self._most_samples:
-            problem = (
-                f"{self.num_samples} responses wait or run, and this server takes {self._most_samples}; try again later"
-            )
-            raise RequestRefused(problem, status=429, code="too_many_requests")
+        check_room(ticket, self.num_samples, self._most_samples)
         self._loop = asyncio.get_running_loop()
         self.num_samples += ticket.num_samples
         self._new.append(ticket)
@@ -139,6 +171,11 @@ class Desk:
         self.num_samples -= ticket.num_samples
         self._cancelled.append(ticket)
         self._has_work.set()
+
+    def late(self, ticket: Ticket, timeout_s: float) -> RequestRefused:
+        """The error of a request that has no answer after so many seconds."""
+        problem = f"the request took longer than {timeout_s:g} s, the limit of this server (--timeout)"
+        return RequestRefused(problem, status=504, code="timeout")
 
     # -------------------------------------------------------------------------------------------- the generator's thread
 
@@ -183,21 +220,23 @@ class Desk:
         for done in completions:
             served = self._served.pop(done.trajectory_id, None)
             if served is not None:  # else it was dropped in the step that ended it
-                start = served.num_sent
-                pieces.append(
-                    (served.ticket, Piece(served.sample, done.token_ids[start:], done.logprobs[start:], done))
-                )
+                pieces.append((served.ticket, self._piece(served, done.token_ids, done.logprobs, done)))
         if any(served.ticket.streams for served in self._served.values()):
             for state in generator.responses():
                 served = self._served.get(state.trajectory_id)
                 if served is None or not served.ticket.streams or len(state.token_ids) == served.num_sent:
                     continue
-                start = served.num_sent
-                pieces.append((served.ticket, Piece(served.sample, state.token_ids[start:], state.logprobs[start:])))
-                served.num_sent = start + len(pieces[-1][1].token_ids)
+                pieces.append((served.ticket, self._piece(served, state.token_ids, state.logprobs)))
+                served.num_sent += len(pieces[-1][1].token_ids)
         if pieces:
             assert self._loop is not None, "there are tokens, so there was a request"
-            self._loop.call_soon_threadsafe(_spread, pieces)
+            self._loop.call_soon_threadsafe(spread, pieces)
+
+    def _piece(
+        self, served: _Served, token_ids: list[int], logprobs: list[float], end: Completion | None = None
+    ) -> Piece:
+        new = token_ids[served.num_sent :]
+        return Piece(served.sample, new, logprobs[served.num_sent :], [self.version] * len(new), end)
 
     def _drop(self, generator: ServedGenerator, gone: set[Ticket]) -> None:
         numbers = {number for number, served in self._served.items() if served.ticket in gone} if gone else set()
@@ -211,6 +250,16 @@ class Desk:
         )
 
 
-def _spread(pieces: Sequence[tuple[Ticket, Piece]]) -> None:
+def check_room(ticket: Ticket, num_samples: int, most_samples: int) -> None:
+    """Raise `RequestRefused` if a request does not fit beside so many responses that wait or run."""
+    if ticket.num_samples > most_samples:
+        raise RequestRefused(f"{ticket.num_samples} responses; this server takes {most_samples} at a time", "n")
+    if num_samples + ticket.num_samples > most_samples:
+        problem = f"{num_samples} responses wait or run, and this server takes {most_samples}; try again later"
+        raise RequestRefused(problem, status=429, code="too_many_requests")
+
+
+def spread(pieces: Sequence[tuple[Ticket, Piece]]) -> None:
+    """Give pieces to their requests, in the thread of the event loop."""
     for ticket, piece in pieces:
         ticket.put(piece)

@@ -1,17 +1,19 @@
 """The work behind the routes: a request is read, its sequences go to the desk, and the answer is written whole or as a stream."""
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from ...comm.recipe import DataSettings
 from .conversations import ChatPrompt, Conversations
-from .desk import Desk, Piece, Ticket
+from .desk import AnyDesk, Piece, Ticket
 from .fields import RequestRefused
+from .known_texts import KnownTexts
 from .messages import Message
 from .requests import AnswerForm, Sampling, read_chat, read_ids, read_text
 from .responses import TOOL_MARK, Answer, TokenTexts, message_of
@@ -29,8 +31,6 @@ class ServedModel:
 
     name: str
     """That requests use."""
-    version: int
-    """Of its weights: the steps that have trained it."""
     context: int
     """Most tokens of prompt and response together."""
     vocab_size: int
@@ -47,18 +47,32 @@ class Work:
     ticket: Ticket
     answer: Answer
     chat: ChatPrompt | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    """What has come of its responses."""
+    messages: dict[int, Message] = field(default_factory=dict)
+    """Of a chat: what each response has become, by its place."""
+    texts: Sequence[str] = ()
+    """Of a text completion: the prompts, empty for those of token ids."""
 
 
 class Front:
     """Answers requests. All of it runs in the thread of one event loop."""
 
-    def __init__(self, model: ServedModel, desk: Desk, timeout_s: float) -> None:
+    def __init__(self, model: ServedModel, desk: AnyDesk, timeout_s: float) -> None:
         """timeout_s: longest time of one request."""
         self.model = model
         self.desk = desk
         self._timeout_s = timeout_s
         self._conversations = Conversations(model.tokenizer, model.data)
         self._texts = TokenTexts(model.tokenizer)
+        self._known_texts: KnownTexts | None = None
+
+    def apart(self) -> "Front":
+        """The same front with a memory of its own: the tokens of its conversations are never those of another client's."""
+        other = copy.copy(self)
+        other._conversations = Conversations(self.model.tokenizer, self.model.data)
+        other._known_texts = KnownTexts(self.model.tokenizer)
+        return other
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -72,10 +86,11 @@ class Front:
     def text(self, body: Json) -> Work:
         """Read a request of `/v1/completions`. Raises `RequestRefused`."""
         asked = read_text(body, self.model.name)
-        prompts = [self.model.tokenizer.encode(each) if isinstance(each, str) else each for each in asked.prompts]
-        return Work(
-            self._ticket("prompt", prompts, asked.sampling, asked.form), self._answer("text_completion", asked.form)
-        )
+        encode = self.model.tokenizer.encode if self._known_texts is None else self._known_texts.tokens
+        prompts = [encode(each) if isinstance(each, str) else each for each in asked.prompts]
+        ticket = self._ticket("prompt", prompts, asked.sampling, asked.form)
+        texts = [each if isinstance(each, str) else "" for each in asked.prompts]
+        return Work(ticket, self._answer("text_completion", asked.form), texts=texts)
 
     def ids(self, body: Json) -> Work:
         """Read a request of `/inference/v1/generate`. Raises `RequestRefused`."""
@@ -91,7 +106,7 @@ class Front:
         ends: list[Piece] = []
         deadline = self._deadline()
         while len(ends) < work.ticket.num_samples:
-            ends.append(await self._next(work.ticket, deadline))
+            ends.append(await self._next(work, deadline))
         ends.sort(key=lambda piece: piece.sample)
         messages = [self._message(work, piece) for piece in ends] if work.chat else []
         return work.answer.whole(work.ticket, ends, messages)
@@ -121,7 +136,7 @@ class Front:
         for sample in samples if work.chat else ():
             yield answer.first(ticket, sample)
         while len(ends) < len(samples):
-            piece = await self._next(ticket, deadline)
+            piece = await self._next(work, deadline)
             text = streams[piece.sample].add(piece.token_ids)
             message = None
             if piece.end is not None:
@@ -147,26 +162,31 @@ class Front:
         return Ticket(prompts, params, form.streams)
 
     def _answer(self, kind: str, form: AnswerForm, *, parses_calls: bool = False) -> Answer:
-        return Answer(kind, self.model.name, self.model.version, form, self._texts, parses_calls)
+        return Answer(kind, self.model.name, form, self._texts, parses_calls)
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
 
-    async def _next(self, ticket: Ticket, deadline: float) -> Piece:
+    async def _next(self, work: Work, deadline: float) -> Piece:
         """The next piece. Raises `RequestRefused` after the deadline, and for a model that computes no numbers."""
         try:
-            piece = await ticket.next(deadline - asyncio.get_running_loop().time())
+            piece = await work.ticket.next(deadline - asyncio.get_running_loop().time())
         except TimeoutError as error:
-            problem = f"the request took longer than {self._timeout_s:g} s, the limit of this server (--timeout)"
-            raise RequestRefused(problem, status=504, code="timeout") from error
+            raise self.desk.late(work.ticket, self._timeout_s) from error
         if piece.end is not None and piece.end.finish_reason == "error":
             raise RequestRefused("the model's logits are not finite", status=500, code="not_finite")
+        work.pieces.append(piece)
+        if piece.end is not None and work.texts and self._known_texts is not None:
+            place = piece.sample // work.ticket.params[0].n
+            if work.texts[place]:
+                self._known_texts.remember(work.texts[place], work.ticket.prompts[place], piece.end.token_ids)
         return piece
 
     def _message(self, work: Work, piece: Piece) -> Message:
         """The message that a response of a chat is; its tokens are kept for the next turn."""
         assert piece.end is not None and work.chat is not None
         message = message_of(piece.end.text, parses_calls=work.answer.parses_calls)
+        work.messages[piece.sample] = message
         self._conversations.remember(work.chat, message, piece.end.token_ids)
         return message
 

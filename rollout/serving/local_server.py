@@ -47,8 +47,8 @@ class LocalServer:
             self.engine = _engine(recipe)
             policy = self.engine.policy
             tokenizer = load_tokenizer(recipe.model.path)  # the engine's is used in another thread
-            model = ServedModel(options.name, version, policy.context, policy.vocab_size, tokenizer, recipe.data)
-            self.desk = Desk((1 + QUEUED) * self.engine.scheduler.max_running)
+            model = ServedModel(options.name, policy.context, policy.vocab_size, tokenizer, recipe.data)
+            self.desk = Desk((1 + QUEUED) * self.engine.scheduler.max_running, version)
             self.http = HttpThread(make_app(Front(model, self.desk, options.timeout_s), access), opened)
         except BaseException:
             opened.close()

@@ -41,8 +41,6 @@ class Answer:
     kind: str
     """`chat.completion`, `text_completion` or `generate`."""
     model: str
-    version: int
-    """Of the weights that draw the tokens."""
     form: AnswerForm
     texts: TokenTexts
     parses_calls: bool = False
@@ -124,7 +122,7 @@ class Answer:
         """What a choice says of its tokens."""
         found: Json = {
             "logprobs": self._logprobs(piece) if self.form.with_logprobs else None,
-            "weight_version": [self.version] * len(piece.token_ids),
+            "weight_version": piece.versions,
         }
         return found | ({"token_ids": piece.token_ids} if self.form.with_ids else {})
 

@@ -19,14 +19,18 @@ _START_S = 30.0
 _BACKLOG = 512
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. port: 0 takes a free one. Raises `SettingError` for one that is taken, and for a host of another machine."""
+def listen(host: str, port: int, setting: str = "") -> socket.socket:
+    """A socket that listens. port: 0 takes a free one. Raises `SettingError` for one that is taken, and for a host of another machine.
+
+    setting: that of a recipe which gives both; empty for options of a command.
+    """
+    named = f"{setting}={host}:{port}" if setting else f"--host={host} --port={port}"
     if not 0 <= port < 1 << 16:
-        raise SettingError(f"--port={port} is not a port")
+        raise SettingError(f"{named}: {port} is not a port")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
-        raise SettingError(f"--host={host}: {error.strerror}") from error
+        raise SettingError(f"{named}: {error.strerror}") from error
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,7 +38,8 @@ def listen(host: str, port: int) -> socket.socket:
         opened.listen(_BACKLOG)
     except OSError as error:
         opened.close()
-        raise SettingError(f"--host={host} --port={port}: {error.strerror}; --port=0 takes a free port") from error
+        free = "port 0 takes a free one" if setting else "--port=0 takes a free port"
+        raise SettingError(f"{named}: {error.strerror}; {free}") from error
     return opened
 
 

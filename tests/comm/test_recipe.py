@@ -10,10 +10,11 @@ from support.source_tree import ROOT
 from headrace.comm.recipe import Recipe
 from headrace.launch.config.load import known_settings, read_recipe, sections
 
-MOST = 127
+MOST = 128
 """Settings that a user has to read about; one more takes the place of another one. The 126th, `run.samples`, took none: it shows what the
 policy writes, which no other setting does, and none of the others earns less than it. Nor did the 127th, `run.report_to`: a team that keeps
-its runs in a tracker cannot do so from the command line without it."""
+its runs in a tracker cannot do so from the command line without it. Nor did the 128th, `rollout.serve`: agents of any framework talk to the
+policy while it trains, which no other setting lets them."""
 TESTS: dict[str, dict[str, str]] = tomllib.loads((ROOT / "tests/assets/settings.toml").read_text())
 
 

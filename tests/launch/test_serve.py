@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from support.closing import at_end
-from support.policies import policy_with_template, tiny_policy
+from support.policies import character_tokenizer, policy_with_template, tiny_policy
+from support.served import ScriptedGenerator, serve
 
 from headrace.launch.command import main
+from headrace.rollout.serving.access import SERVE_FILE
 from headrace.rollout.serving.server import listen
 
 PATIENCE_S = 240.0
@@ -76,9 +78,22 @@ def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, c
     assert message in error and error.count("\n") == 1
 
 
+def test_of_a_running_job_the_address_of_its_front_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    front = serve(ScriptedGenerator(), character_tokenizer())
+    url = f"http://127.0.0.1:{front.port}"
+    (tmp_path / SERVE_FILE).write_text(json.dumps({"url": url, "model": "mine"}))
+    assert main(["serve", str(tmp_path)]) == 0
+    assert f"the rollouts of this running job answer at {url}/v1" in capsys.readouterr().out
+    front.thread.close()
+    assert main(["serve", str(tmp_path)]) == 2, "that of a run that was killed"
+    assert str(tmp_path) in capsys.readouterr().err
+
+
 def test_without_the_extra_the_message_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace.launch.serve.find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr(
+        "headrace.launch.config.checks.serving.find_spec", lambda name: None if name == "uvicorn" else object()
+    )
     assert main(["serve", str(tiny_policy(tmp_path))]) == 2
     assert "headrace serve needs uvicorn: pip install 'headrace[serve]'" in capsys.readouterr().err

@@ -10,12 +10,13 @@ import pytest
 
 from headrace.comm.errors import SettingError
 from headrace.comm.recipe import RunSettings
-from headrace.launch.config.checks import algorithm, recipe
+from headrace.launch.config.checks import agents, algorithm, recipe
 from headrace.launch.config.checks.recipe import check_run_folder, check_settings
 from headrace.launch.config.load import read_recipe
 
 EMULATED = "rollout.engine=emulated trainer.engine=emulated"
 TASK = 'queue.tasks=[{"name":"a","function":"f.py:f","yields":["x"]}]'
+AGENTS = "environment.path=serve rollout.serve=0"
 EXCLUDED = [
     ("sampling.temperature=1e-9", "sampling.temperature: set 0"),
     ("run.dir=~/runs/t", "run.dir=~/runs/t: ~ is not replaced here; write the home folder"),
@@ -29,6 +30,11 @@ EXCLUDED = [
     ("batch.updates_per_version=99", "batch.updates_per_version: more than batch.prompts_per_step"),
     ("roles.reference=1", "roles.reference: nothing needs the initial policy"),
     (f"environment.tools=t.py:f {EMULATED}", "environment: rollout.engine=emulated cannot pause"),
+    (AGENTS.removesuffix(" rollout.serve=0"), "environment.path=serve: agents use the run over HTTP, and rollout.serve is not set"),
+    (f"{AGENTS} environment.tools=[t.py:f]", "environment.tools: with environment.path=serve the agents have the tools"),
+    (f"{AGENTS} environment.workers=2", "environment.workers: with environment.path=serve no environment is hosted"),
+    (f"{AGENTS} eval.path=e.jsonl", "eval.path: no agent claims the prompts of an evaluation"),
+    (f"{AGENTS} reward.batch=group", "reward.batch=group: with environment.path=serve"),
     ("run.schedule=sync queue.max_staleness=1", "queue.max_staleness: run.schedule=sync has its own bound"),
     ("run.schedule=one_step rollout.max_age=2", "rollout.max_age: run.schedule=one_step has its own rule"),
     ("run.schedule=sync queue.lead=15", "queue.lead: run.schedule=sync needs room for batch.prompts_per_step=16"),
@@ -80,7 +86,7 @@ def raises(module: ModuleType) -> dict[str, range]:
     return found
 
 
-@pytest.mark.parametrize("module", [algorithm, recipe])
+@pytest.mark.parametrize("module", [agents, algorithm, recipe])
 def test_every_refusal_of_settings_has_a_row(module: ModuleType):
     reached: set[int] = set()
     for words, _ in EXCLUDED:

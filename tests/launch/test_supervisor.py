@@ -27,7 +27,7 @@ from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.config.memory_advice import ADVISED, advice
 from headrace.launch.placement import is_restartable
 from headrace.launch.processes.copies_lock import _is_free
-from headrace.launch.processes.supervisor import (
+from headrace.launch.processes.exits import (
     MAX_RESTARTS,
     RESTART_WINDOW_S,
     ExitKind,
@@ -287,6 +287,29 @@ def test_a_process_and_the_next_one_have_the_chosen_threads_which_sleep(supervis
     assert running.end()[0] == 0
     assert set(running.events("relay-0 threads")) == {"relay-0 threads 2 PASSIVE 0"}
     assert running.events("hub threads") == ["hub threads 1 PASSIVE 0"]
+
+
+def test_a_front_that_dies_again_and_again_ends_nothing(supervisor):
+    script = {"hub": ["wait"], "relay-0": ["wait"], "front-0": ["die"]}
+    running = supervisor("relay-0", script, settings=("rollout.serve=0",))
+    running.wait_for("front-0 start", count=MAX_RESTARTS + 1)
+    assert running.received("hub") == []
+    running.process.terminate()
+    code, errors = running.end()
+    assert code == 0 and len(running.events("front-0 start")) == MAX_RESTARTS + 1
+    assert "the run goes on and answers no more HTTP requests" in errors
+    assert running.events("hub signal") == [f"hub signal {int(signal.SIGTERM)}"], "the run went on until then"
+
+
+def test_a_mistake_in_the_address_of_the_front_ends_the_run(supervisor):
+    script = {"hub": ["wait"], "relay-0": ["wait"], "front-0": ["mistake"]}
+    code, errors = supervisor("relay-0", script, settings=("rollout.serve=0",), shutdown_s=4.0).end()
+    assert code == 2 and "front ended the run" in errors and "some.setting is wrong" in errors
+
+
+def test_a_run_without_a_served_address_has_no_front(supervisor):
+    running = supervisor("relay-0", {"hub": ["end"], "relay-0": ["end"]})
+    assert running.end()[0] == 0 and not running.events("front")
 
 
 def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(supervisor):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.routing import Route
 from support.closing import at_end
 
 from headrace.comm.recipe import DataSettings
@@ -162,17 +163,20 @@ def serve(
     data: DataSettings = CHAT,
     version: int = 7,
     send_buffer: int = 0,
+    more: Callable[[Front, Access], Sequence[Route]] = lambda front, access: (),
 ) -> Served:
     """A front on a generator, until the end of the test. The generator works in a thread of its own.
 
-    send_buffer: bytes that the kernel keeps for a client that does not read; 0 for its default.
+    more: routes beside those of the API. send_buffer: bytes that the kernel keeps for a client that does not read; 0 for its default.
     """
-    desk = Desk(most_samples)
-    model = ServedModel("policy", version, context, vocab_size, tokenizer, data)
+    desk = Desk(most_samples, version)
+    model = ServedModel("policy", context, vocab_size, tokenizer, data)
     opened = listen("127.0.0.1", 0)
     if send_buffer:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    http_thread = HttpThread(make_app(Front(model, desk, timeout_s), Access("127.0.0.1", keys)), opened)
+    front = Front(model, desk, timeout_s)
+    access = Access("127.0.0.1", keys)
+    http_thread = HttpThread(make_app(front, access, more(front, access)), opened)
     is_ended = threading.Event()
 
     def work() -> None:

@@ -18,6 +18,7 @@ from headrace.comm.environment import environment_of_threads
 from headrace.launch.config.hosts import JOINED_HOST
 from headrace.launch.config.load import read_recipe
 from headrace.launch.placement import Placement
+from headrace.launch.processes import exits as exits_module
 from headrace.launch.processes import supervisor as supervisor_module
 from headrace.launch.processes.memory_kill import MemoryKills
 from headrace.launch.processes.supervisor import ChildCommands, Supervisor
@@ -26,7 +27,7 @@ conditions = json.loads(os.environ["HEADRACE_CONDITIONS"])
 if "cgroup" in conditions:
     (Path(conditions["cgroup"]) / "cgroup.procs").write_text(str(os.getpid()))
 if "restart_window_s" in conditions:
-    supervisor_module.RESTART_WINDOW_S = conditions["restart_window_s"]
+    supervisor_module.RESTART_WINDOW_S = exits_module.RESTART_WINDOW_S = conditions["restart_window_s"]
 real_start, num_starts = subprocess.Popen, 0
 
 

@@ -24,9 +24,10 @@ class SampleLines:
         self._texts = TokenTexts(tokenizer)
         self._functions = recipe.reward.functions
         self._stops = [stop for stop in recipe.sampling.stop if isinstance(stop, str)]
-        self._has_turns = recipe.environment.is_set
-        names = [path.rpartition(":")[2] for path in recipe.environment.tools]
-        self._tools = None if recipe.environment.path else names
+        settings = recipe.environment
+        self._has_turns = settings.is_set or settings.is_served
+        is_known = not settings.path and len(settings.user_code) == len(settings.tools)
+        self._tools = [path.rpartition(":")[2] for path in settings.tools] if is_known else None
 
     def fields(self, step: int, sample: Sample) -> dict[str, Any]:
         """The line's fields in their order. step: the one that trained the sample, counted from 0, while the line counts from 1."""

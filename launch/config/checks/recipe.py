@@ -24,11 +24,13 @@ from ....comm.recipe import (
     RunSettings,
     TrainerSettings,
 )
-from ....comm.recipe.run import is_address
+from ....comm.recipe.run import MCP, is_address
 from ....relay.hub.model_check import JOINED
 from ....relay.journal.journal import Journal
 from ....relay.queue.schedules import SCHEDULES
 from ....relay.queue.tasks import pipeline
+from ....rollout.environments.openenv import OpenEnvServer
+from ....rollout.environments.schemas import tool_schemas
 from ....rollout.rewards.addresses import open_address
 from ....rollout.rewards.ready import NEEDS, READY
 from ....trainer.memory import PAGE_TOKENS, PolicySizes
@@ -37,9 +39,11 @@ from ...placement import check_replicas
 from ..model_files import ModelFiles, model_digests, read_config
 from ..run_folder import CONFIG_FILE, JOURNAL_FILE, under_way
 from .adapter import check_lora
+from .agents import check_agents
 from .algorithm import check_algorithm, check_optimizer, check_rate
 from .data import CheckedData, check_data, check_lengths
 from .evaluation import check_best_of_steps, check_evaluation
+from .serving import check_serve
 from .signatures import check_reward_arguments, check_tools
 from .trackers import check_trackers
 
@@ -125,8 +129,11 @@ def check_settings(recipe: Recipe) -> list[str]:
     if roles.reference and recipe.algorithm.kl_coef == 0:
         raise SettingError("roles.reference: nothing needs the initial policy while algorithm.kl_coef=0")
     _check_emulation(recipe)
+    check_serve(recipe)
     if recipe.environment.is_set and recipe.rollout.engine == "emulated":
         raise SettingError("environment: rollout.engine=emulated cannot pause trajectories; take builtin")
+    if recipe.environment.is_served:
+        check_agents(recipe)
     if recipe.is_emulated:
         return []
     check_optimizer(recipe.optimizer, recipe.run.steps)
@@ -255,6 +262,7 @@ def check_run_folder(settings: RunSettings) -> None:
 def check_functions(recipe: Recipe) -> None:
     """The functions that the recipe names exist, and the tasks' columns fit together."""
     _check_reward(recipe.reward, recipe.environment)
+    _check_servers(recipe.environment)
     pipeline(recipe.queue, recipe.algorithm)
     for task in recipe.queue.tasks:
         check_function("queue.tasks", task.function)
@@ -271,13 +279,23 @@ def check_functions(recipe: Recipe) -> None:
 
 
 def _check_reward(reward: RewardSettings, environment: EnvironmentSettings) -> None:
-    """There is a reward: a function, or an environment that gives it."""
+    """There is a reward: a function, or an environment or an agent that gives it."""
     if reward.path or not environment.path:
         check_rewards(reward)
-    if environment.path:
-        check_function("environment.path", environment.path)
-    for path in environment.tools:
-        check_function("environment.tools", path)
+    for path in environment.user_code:
+        check_function("environment.path" if path == environment.path else "environment.tools", path)
+
+
+def _check_servers(environment: EnvironmentSettings) -> None:
+    """The servers of environments and tools answer, and their actions and tools can be used. Raises `SettingError`."""
+    if environment.server:
+        if environment.tools:
+            raise SettingError(
+                f"environment.tools cannot be combined with {environment.path}, which has actions of its own"
+            )
+        OpenEnvServer(environment.server, environment.timeout_s).read_form()
+    if any(path.startswith(MCP) for path in environment.tools):
+        tool_schemas(environment)
 
 
 def check_files(role: str, recipe: Recipe) -> None:

@@ -132,10 +132,11 @@ def check_tools(settings: EnvironmentSettings) -> None:
 
 def _tool_definitions(settings: EnvironmentSettings) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """The tools whose definitions are in the files: functions, and the public methods of an environment without `step`."""
-    for path in settings.tools:
+    own = settings.user_code
+    for path in (path for path in settings.tools if path in own):
         if isinstance(node := _definition(path), ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
             yield "environment.tools", node
-    owner = _definition(settings.path) if settings.path else None
+    owner = _definition(settings.path) if settings.path in own else None
     if isinstance(owner, ast.ClassDef) and not owner.bases:
         methods = [node for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         if "step" not in {method.name for method in methods}:

@@ -17,7 +17,7 @@ from headrace.comm.errors import WaitTimeout
 from headrace.comm.waits import waiting
 from headrace.launch.placement import RESTARTABLE
 from headrace.launch.processes.child import print_message
-from headrace.launch.processes.supervisor import MAX_RESTARTS, RESTART_WINDOW_S
+from headrace.launch.processes.exits import MAX_RESTARTS, RESTART_WINDOW_S
 
 from .checks import problems_of_end, problems_of_journal, shared_memory_names
 from .failpoints import Hit, held_at

@@ -27,7 +27,7 @@ def test_a_cancellation_is_not_lost_when_a_piece_arrives_with_it():
         asked = ticket()
         waiter = asyncio.ensure_future(asked.next(20))
         await asyncio.sleep(0)
-        asked.put(Piece(0, [4], [0.0]))
+        asked.put(Piece(0, [4], [0.0], [7]))
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter
