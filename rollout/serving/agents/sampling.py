@@ -5,6 +5,7 @@ them at the run's temperature. So an agent may choose filters, but no temperatur
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -47,8 +48,11 @@ class RunSampling:
         own = {**self._values, "seed": _seed(self._seed, sample, call)}
         if not any(name in asked for name in ("stop", "stop_token_ids")) and self._stop:
             own["stop"] = self._stop
-        if not any(name in asked for name in _LENGTHS):
+        lengths = [name for name in _LENGTHS if name in asked]
+        if not lengths:
             own["max_tokens"] = 1  # `bound` gives what is left
+        elif len(lengths) == 1 and _is_count(asked[lengths[0]]):
+            asked[lengths[0]] = 1  # `bound` gives this, or what is left
         complete = {**own, **asked}
         return {**body, "sampling_params": complete} if is_ids else complete
 
@@ -58,7 +62,7 @@ class RunSampling:
         Raises `RequestRefused` where none is left.
         """
         given = body.get("sampling_params") or body
-        says_length = any(given.get(name) is not None for name in _LENGTHS)
+        asked = next((given[name] for name in _LENGTHS if given.get(name) is not None), None)
         bounded: list[SamplingParams] = []
         for prompt, params in zip(ticket.prompts, ticket.params, strict=True):
             left = min(conversation.num_left(prompt, self.longest), context - len(prompt))
@@ -68,7 +72,7 @@ class RunSampling:
                     " conversation, or begin a branch"
                 )
                 raise RequestRefused(problem, code="conversation_full")
-            most = min(left, params.max_new_tokens) if says_length else left
+            most = left if asked is None else min(left, int(asked))
             bounded.append(replace(params, max_new_tokens=most))
         ticket.params = bounded
 
@@ -82,6 +86,12 @@ class RunSampling:
                 " temperature than the trainer's. Leave it out"
             )
             raise RequestRefused(problem, f"{where}temperature", code="off_policy")
+
+
+def _is_count(value: object) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < math.inf and value == int(value)
+    )
 
 
 def _seed(run: int, sample: int, call: int) -> int:

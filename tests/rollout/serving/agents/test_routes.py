@@ -113,8 +113,8 @@ def test_an_answer_that_its_client_did_not_wait_for_is_no_turn(open_office: Open
     claimed = office.claim()
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 200}}
     generator.may_step.clear()
+    impatient = http.client.HTTPConnection("127.0.0.1", office.served.port, timeout=0.5)
     with pytest.raises(TimeoutError):
-        impatient = http.client.HTTPConnection("127.0.0.1", office.served.port, timeout=0.5)
         impatient.request(
             "POST", f"{ROOT}/{claimed['id']}{IDS}", json.dumps(body), {"Content-Type": "application/json"}
         )
@@ -306,6 +306,21 @@ def test_the_response_of_a_branch_has_at_most_its_longest_length(open_office: Op
     office.client.end(claimed, reward=1)
     _, completion, _ = office.finished()
     assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_length_beyond_the_context_is_cut_and_a_wrong_one_is_refused(open_office: Opener, name: str):
+    office = open_office(context=40, sampling__max_new_tokens=100)
+    claimed = office.claim()
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    prompt = office.client.call(claimed, CHAT, {**body, name: 1, "return_token_ids": True}).body["prompt_token_ids"]
+    choice = office.client.call(claimed, CHAT, {**body, name: 512}).body["choices"][0]
+    assert (len(choice["weight_version"]), choice["finish_reason"]) == (40 - len(prompt), "length")
+    for wrong in (0, -1, 1.5, True, "2"):
+        refused = office.client.call(claimed, CHAT, {**body, name: wrong})
+        assert refused.status == 400 and refused.body["error"]["param"] in ("max_tokens", name), refused.body
+    both = {"max_tokens": 2, "max_completion_tokens": 3}
+    assert office.client.call(claimed, CHAT, {**body, **both}).status == 400
 
 
 def test_a_conversation_has_at_most_as_many_turns_as_an_environments(open_office: Opener):
