@@ -87,7 +87,7 @@ class AgentOffice:
     def __init__(self, front: Front, samples: SampleSource, recipe: Recipe) -> None:
         self._front = front
         self._samples = samples
-        self._sampling = RunSampling(recipe.sampling, recipe.run.seed)
+        self._sampling = RunSampling(recipe)
         self._idle_s = recipe.environment.timeout_s
         self._max_turns = recipe.environment.max_turns
         self._known: OrderedDict[str, OpenConversation] = OrderedDict()

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from ....comm.recipe.generation import SamplingSettings
+from ....comm.recipe import Recipe
 from ...engine.sampling import SamplingParams
 from ..desk import Ticket
 from ..fields import RequestRefused
@@ -25,13 +25,15 @@ _LENGTHS = ("max_completion_tokens", "max_tokens")
 class RunSampling:
     """The `sampling` settings of a run, for the requests of its agents."""
 
-    def __init__(self, settings: SamplingSettings, seed: int) -> None:
-        """seed: the run's."""
+    def __init__(self, recipe: Recipe) -> None:
+        settings = recipe.sampling
         self.longest = settings.max_new_tokens
         """Most tokens of a branch's response."""
         self._values: dict[str, Any] = {name: asdict(settings)[name] for name in _SHARED}
         self._stop = list(settings.stop)
-        self._seed = seed
+        self._seed = recipe.run.seed
+        self._row_tokens = recipe.optimizer.micro_batch
+        """Tokens of all branches together, unless one alone may have more: the trainer computes a row in one micro-batch."""
 
     def complete(self, body: Mapping[str, Any], *, is_ids: bool, sample: int, call: int) -> dict[str, Any]:
         """The body of a request with what the agent leaves to the run. Raises `RequestRefused` for a temperature that is not the run's.
@@ -65,7 +67,14 @@ class RunSampling:
         asked = next((given[name] for name in _LENGTHS if given.get(name) is not None), None)
         bounded: list[SamplingParams] = []
         for prompt, params in zip(ticket.prompts, ticket.params, strict=True):
-            left = min(conversation.num_left(prompt, self.longest), context - len(prompt))
+            in_row = max(context, self._row_tokens) - conversation.num_after(prompt)
+            if in_row < 1:
+                problem = (
+                    f"the branches of this conversation have as many tokens together as the trainer computes at a time"
+                    f" (optimizer.micro_tokens={self._row_tokens}); end it"
+                )
+                raise RequestRefused(problem, code="conversation_full")
+            left = min(in_row, conversation.num_left(prompt, self.longest), context - len(prompt))
             if left < 1:
                 problem = (
                     f"the response of this conversation has its longest length, sampling.max_new_tokens={self.longest}; end the"

@@ -308,6 +308,20 @@ def test_the_response_of_a_branch_has_at_most_its_longest_length(open_office: Op
     assert completion.finish_reason == "length"
 
 
+def test_the_branches_of_a_conversation_have_together_as_many_tokens_as_a_micro_batch(open_office: Opener):
+    office = open_office(context=20, optimizer__micro_tokens=30, sampling__max_new_tokens=100)
+    claimed = office.claim()
+
+    def lengths(*prompt: int) -> int:
+        reply = office.client.call(claimed, IDS, {"token_ids": prompt, "sampling_params": {"max_tokens": 9}})
+        return len(reply.body["choices"][0]["token_ids"]) if reply.status == 200 else reply.body["error"]["code"]
+
+    assert lengths(5, 6) == 9
+    assert lengths(5, 6, *[4] * 9) == 9, "it continues, so its prompt is there already"
+    assert lengths(7, 8, 9) == 7, "20 and 3 tokens are there"
+    assert lengths(10) == "conversation_full"
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_length_beyond_the_context_is_cut_and_a_wrong_one_is_refused(open_office: Opener, name: str):
     office = open_office(context=40, sampling__max_new_tokens=100)
