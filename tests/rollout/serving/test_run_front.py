@@ -15,6 +15,7 @@ from headrace.comm.errors import HeadraceError, SettingError
 from headrace.relay.hub import repacking
 from headrace.relay.journal.events import Received
 from headrace.rollout import Engine, SamplingParams
+from headrace.rollout.generators import builtin
 from headrace.rollout.generators.base import GeneratorProfile
 from headrace.rollout.generators.builtin import BuiltinGenerator
 from headrace.rollout.serving import run_front
@@ -139,6 +140,15 @@ def test_trajectories_move_between_rollouts_and_requests_do_not(tmp_path: Path, 
     for _ in range(3):
         system.assert_engines_tokens(system.ask_all(3, 100, client), 100)
     assert system.end()["moved"] > 0
+
+
+def test_all_ranks_of_a_replica_draw_the_tokens_of_a_request(tmp_path: Path):
+    system = Fronted(tmp_path, **{"optimizer.lr": 0, "roles.rollout": 2, "rollout.tp": 2})
+    system.start("shard", builtin.run)
+    system.serve(1)
+    for reply in system.ask_all(6, 60):
+        assert reply.status == 200 and len(reply.body["choices"][0]["token_ids"]) == 60
+    assert system.end(3)["tokens"]["served"] == 6 * 60
 
 
 def test_a_rollout_that_counts_as_dead_loses_no_request(tmp_path: Path):
