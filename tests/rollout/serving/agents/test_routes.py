@@ -391,10 +391,10 @@ def test_equal_texts_of_two_agents_keep_their_own_tokens(open_office: Opener):
     """The answers are the same text from different tokens; each conversation goes on from its own."""
     office = open_office(ScriptedGenerator(text_of=lambda ids: "ok"))
     claims = [office.claim(), office.claim()]
-    for claimed, length in zip(claims, (2, 3), strict=True):
+    for claimed, length in zip(claims, (3, 2), strict=True):
         office.client.call(claimed, CHAT, {"messages": HELLO, "max_tokens": length})
     more = [*HELLO, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "and?"}]
-    for claimed, length in zip(claims, (2, 3), strict=True):
+    for claimed, length in zip(claims, (3, 2), strict=True):
         office.client.call(claimed, CHAT, {"messages": more, "max_tokens": 1})
         (branch,) = office.client.ask(f"{ROOT}/{claimed['id']}").body["branches"]
         assert branch["drawn_tokens"] == length + 1
