@@ -25,8 +25,6 @@ from headrace.rollout.serving.access import SERVE_FILE, serve_address
 from headrace.rollout.serving.served_side import ServedSide
 from headrace.rollout.serving.server import listen
 
-pytest.importorskip("uvicorn")
-
 PROMPT = [5, 6, 7, 8]
 ENDLESS = 100_000
 """Steps of a run that the test ends."""
