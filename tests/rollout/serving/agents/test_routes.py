@@ -14,6 +14,7 @@ from support.served import ScriptedGenerator
 
 from headrace.comm.messages import RowId
 from headrace.rollout.leased_row import LeasedRow
+from headrace.rollout.serving.agents import office as office_module
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -87,6 +88,21 @@ def test_a_repeated_claim_and_a_repeated_end_change_nothing(open_office: Opener)
     late = office.client.call(one, IDS, {"token_ids": [5]})
     assert (late.status, late.body["error"]["code"]) == (410, "conversation_over")
     assert office.client.claim(Idempotency_Key="claim 1").body["id"] == one["id"]
+
+
+def test_what_is_over_keeps_no_tokens_and_is_forgotten_in_the_end(open_office: Opener, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(office_module, "REMEMBERED", 1)
+    office = open_office()
+    first, second, still_open = (office.claim() for _ in range(3))
+    for claimed in (first, second):
+        office.client.call(claimed, IDS, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}})
+        office.client.end(claimed, reward=1)
+    assert office.client.ask(f"{ROOT}/{first['id']}").status == 404
+    state = office.client.ask(f"{ROOT}/{second['id']}").body
+    assert (state["status"], state["turns"], state["drawn_tokens"], state["reward"]) == ("ended", 1, 3, 1.0)
+    known = office.office.find(second["id"])
+    assert not known.turns.branches and known.held.completion is None and known.held.episode is None
+    assert office.client.ask(f"{ROOT}/{still_open['id']}").body["status"] == "open"
 
 
 def test_a_repeated_call_with_a_key_gets_the_same_answer_and_is_one_turn(open_office: Opener):
