@@ -31,22 +31,25 @@ def check_data(data: Sequence[Datum], loss: TokenLoss, vocab_size: int, context:
         if not 0 < datum.num_tokens <= context:
             raise SettingError(f"{where}.model_input: {datum.num_tokens} tokens; the context has 1 to {context}")
         _check_ids(datum.token_ids, vocab_size, f"{where}.model_input")
-        wanted = (TARGETS, *loss.inputs)
-        for name in wanted:
-            if name not in datum.inputs:
-                raise SettingError(f"{where}.loss_fn_inputs.{name}: is missing")
-        for name, array in datum.inputs.items():
-            field = f"{where}.loss_fn_inputs.{name}"
-            if name not in wanted:
-                raise SettingError(f"{field}: this loss does not read it; it reads {', '.join(wanted)}")
-            if array.shape != datum.token_ids.shape:
-                raise SettingError(
-                    f"{field}: has the shape {list(array.shape)}; one number for each of the {datum.num_tokens} tokens is supported"
-                )
-            if name == TARGETS:
-                _check_ids(array, vocab_size, field)
-            elif not np.isfinite(array).all():
-                raise SettingError(f"{field}: has a number that is not finite")
+        _check_inputs(datum, (TARGETS, *loss.inputs), vocab_size, f"{where}.loss_fn_inputs")
+
+
+def _check_inputs(datum: Datum, wanted: Sequence[str], vocab_size: int, where: str) -> None:
+    for name in wanted:
+        if name not in datum.inputs:
+            raise SettingError(f"{where}.{name}: is missing")
+    for name, array in datum.inputs.items():
+        field = f"{where}.{name}"
+        if name not in wanted:
+            raise SettingError(f"{field}: this loss does not read it; it reads {', '.join(wanted)}")
+        if array.shape != datum.token_ids.shape:
+            shape = list(array.shape)
+            problem = f"has the shape {shape}; one number for each of the {datum.num_tokens} tokens is supported"
+            raise SettingError(f"{field}: {problem}")
+        if name == TARGETS:
+            _check_ids(array, vocab_size, field)
+        elif not np.isfinite(array).all():
+            raise SettingError(f"{field}: has a number that is not finite")
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int, field: str) -> None:
