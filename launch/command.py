@@ -26,7 +26,7 @@ COMMANDS = {
     "numerics": Command(
         "numerics", "compares the log-probs of generator and trainer on a model: headrace numerics MODEL"
     ),
-    "serve": Command("serve", "answers OpenAI's HTTP API with a model: headrace serve RUN|MODEL"),
+    "serve": Command("serving.serve", "answers OpenAI's HTTP API with a model: headrace serve RUN|MODEL"),
     "status": Command(
         "status.command:status", "prints how far a run is and who waits for whom: headrace status RUN [--watch]"
     ),

@@ -79,6 +79,6 @@ def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, c
 def test_without_the_extra_the_message_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace.launch.serve.find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr("headrace.launch.serving.serve.find_spec", lambda name: None if name == "uvicorn" else object())
     assert main(["serve", str(tiny_policy(tmp_path))]) == 2
     assert "headrace serve needs uvicorn: pip install 'headrace[serve]'" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from importlib.util import find_spec
 
-from ..comm.environment import sleeping_threads
-from ..comm.errors import SettingError
-from .command_line import CommandParser, exit_code
+from ...comm.environment import sleeping_threads
+from ...comm.errors import SettingError
+from ..command_line import CommandParser, exit_code
 
 KEY_VARIABLE = "HEADRACE_API_KEY"
 """The environment variable of a key, which other users of the machine do not see, unlike a word of the command line."""
@@ -54,8 +54,8 @@ def _serve(given: argparse.Namespace) -> None:
         raise SettingError(f"headrace serve needs {' and '.join(missing)}: pip install 'headrace[serve]'")
     if not 0 < given.timeout < float("inf"):
         raise SettingError(f"--timeout must be above 0, not {given.timeout:g}")
-    from .processes.full_gpu import full_gpu_in_one_line
-    from .processes.signals import interrupted_by_sigterm
+    from ..processes.full_gpu import full_gpu_in_one_line
+    from ..processes.signals import interrupted_by_sigterm
 
     with sleeping_threads(), interrupted_by_sigterm():
         try:
@@ -66,14 +66,14 @@ def _serve(given: argparse.Namespace) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from ..comm.disk import say
-    from ..rollout.serving.local_server import LocalServer, ServeOptions
-    from .config.arguments import is_setting
-    from .config.checks.recipe import check_family
-    from .config.device_defaults import with_device_defaults
-    from .config.gpus import Gpus
-    from .config.model_files import ModelFiles
-    from .config.named_model import read_named
+    from ...comm.disk import say
+    from ...rollout.serving.local_server import LocalServer, ServeOptions
+    from ..config.arguments import is_setting
+    from ..config.checks.recipe import check_family
+    from ..config.device_defaults import with_device_defaults
+    from ..config.gpus import Gpus
+    from ..config.model_files import ModelFiles
+    from ..config.named_model import read_named
 
     settings = [word for word in given.words if is_setting(word)]
     if idle := [word for word in settings if not word.startswith(_EFFECTIVE)]:
