@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class Target:
             self._version = self._version()
         return self._version
 
-    def replace(self, version: WeightVersion) -> None:
+    def replace(self, version: WeightVersion | Callable[[], WeightVersion]) -> None:
         """From now on sample from other weights."""
         self._version = version
 
@@ -90,11 +89,13 @@ class SampleJob:
     _ends: dict[int, Sampled] = field(default_factory=dict)
     _prompt_logprobs: np.ndarray | None = None
 
-    def add(self, sample: int, end: Sampled) -> None:
-        """Take a response; the last one finishes the job."""
+    def add(self, sample: int, end: Sampled) -> bool:
+        """Take a response; the last one finishes the job. Returns whether it was the last."""
         self._ends[sample] = end
-        if len(self._ends) == self.params.n:
+        is_last = len(self._ends) == self.params.n
+        if is_last:
             self.finish(SampleResult([self._ends[i] for i in range(self.params.n)], self._prompt_logprobs))
+        return is_last
 
     def score(self, engine: Engine) -> None:
         """Compute the log-probs of the prompt, at temperature 1."""
@@ -124,23 +125,29 @@ class Samplers:
         self._waiting: list[SampleJob] = []
         self._running: dict[int, _Running] = {}
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._open: dict[SampleJob, int] = {}
         self._target: Target | None = None
         self.initial = Target(self._weights.version)
         """The initial weights."""
 
     @property
     def num_samples(self) -> int:
-        """Responses that wait or run, about."""
-        return len(self._running) + sum(job.params.n for job in [*self._new, *self._waiting])
+        """Responses of jobs that have not ended."""
+        with self._lock:
+            return sum(self._open.values())
 
     def submit(self, job: SampleJob) -> None:
         """Queue a job."""
         job.since = time.monotonic()
+        with self._lock:
+            self._open[job] = job.params.n
         self._new.append(job)
         self.has_work.set()
 
     def cancel(self, job: SampleJob) -> None:
         """Drop a job, which may have ended; it does not finish then."""
+        self._close(job)
         self._cancelled.append(job)
         self.has_work.set()
 
@@ -161,6 +168,10 @@ class Samplers:
         return True
 
     # --------------------------------------------------------------------------------------------------------- internals
+
+    def _close(self, job: SampleJob) -> None:
+        with self._lock:
+            self._open.pop(job, None)
 
     def _take_orders(self) -> None:
         # In this order: what is cancelled was submitted before.
@@ -190,6 +201,7 @@ class Samplers:
             failed = [job for job in self._waiting if job.target is target]
             self._waiting = [job for job in self._waiting if job.target is not target]
             for job in failed:
+                self._close(job)
                 job.finish(error)
             return False
         if self._weights.version is not version:
@@ -234,9 +246,9 @@ class Samplers:
         versions: list[int] = []
         for (_, number), end in zip(running.switches, bounds, strict=True):
             versions += [number] * (end - len(versions))
-        running.job.add(
-            running.sample, Sampled(list(done.token_ids), list(done.logprobs), versions, done.finish_reason)
-        )
+        end = Sampled(list(done.token_ids), list(done.logprobs), versions, done.finish_reason)
+        if running.job.add(running.sample, end):
+            self._close(running.job)
 
 
 class _EngineWeights:
@@ -277,11 +289,3 @@ def prompt_logprobs(engine: Engine, prompt: Sequence[int], num_scored: int) -> n
         scored = policy.token_logprobs(hidden[start - 1 : -1], token_ids[start:], 1.0)[0]
         found[start:] = scored.float().cpu().numpy()
     return found
-
-
-def sampling_values(values: Mapping[str, Any]) -> SamplingParams:
-    """The engine's parameters. Raises `SettingError`, whose message begins with the field."""
-    try:
-        return SamplingParams(**values)
-    except SettingError as error:
-        raise SettingError(str(error).replace("sampling.max_new_tokens", "sampling.max_tokens")) from error
