@@ -40,23 +40,23 @@ def make_app(front: Front, access: Access) -> Starlette:
 
     def route(path: str, handler: Handler, method: str) -> Route:
         paths.append(f"{method} {path.replace(':path', '')}")
-        return Route(path, _guarded(handler, access), methods=[method])
+        return Route(path, guarded(handler, access), methods=[method])
 
     async def models(_: Request) -> Response:
-        return _json({"object": "list", "data": [_card(front)]})
+        return json_response({"object": "list", "data": [_card(front)]})
 
     async def model(request: Request) -> Response:
         if request.path_params["name"] != front.model.name:
             problem = f"there is no model {request.path_params['name']!r} here; this server has {front.model.name!r}"
             raise RequestRefused(problem, "model", status=404, code="model_not_found")
-        return _json(_card(front))
+        return json_response(_card(front))
 
     async def health(_: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     def posted(reader: Reader) -> Handler:
         async def answer(request: Request) -> Response:
-            return await _answer(front, request, reader(await _read_json(request)))
+            return await _answer(front, request, reader(await read_json(request)))
 
         return answer
 
@@ -72,7 +72,7 @@ def make_app(front: Front, access: Access) -> Starlette:
     async def not_found(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         problem = f"{request.method} {request.url.path} is not a route of this server; there are {', '.join(paths)}"
-        return _refusal(RequestRefused(problem, status=error.status_code, code="unknown_route"))
+        return refused(RequestRefused(problem, status=error.status_code, code="unknown_route"))
 
     return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
 
@@ -123,7 +123,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(worker, leaver, return_exceptions=True)
 
 
-def _guarded(handler: Handler, access: Access) -> Handler:
+def guarded(handler: Handler, access: Access) -> Handler:
     """The handler, for those who may ask, with its errors as answers."""
 
     async def guarded(request: Request) -> Response:
@@ -131,12 +131,12 @@ def _guarded(handler: Handler, access: Access) -> Handler:
             access.check(request.headers)
             return await handler(request)
         except RequestRefused as error:
-            return _refusal(error)
+            return refused(error)
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
         except Exception:
             log.exception("a request to %s failed", request.url.path)
-            return _refusal(RequestRefused.internal())
+            return refused(RequestRefused.internal())
 
     return guarded
 
@@ -146,19 +146,19 @@ async def _answer(front: Front, request: Request, work: Work) -> Response:
     if work.answer.form.streams:
         return EventStream(front.events(work), lambda: front.desk.release(work.ticket))
     try:
-        return _json(await unless_gone(request.receive, front.whole(work)))
+        return json_response(await unless_gone(request.receive, front.whole(work)))
     finally:
         front.desk.release(work.ticket)
 
 
-async def _read_json(request: Request) -> dict[str, Any]:
+async def read_json(request: Request) -> dict[str, Any]:
     """The body. Raises `RequestRefused`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         problem = f"the header Content-Type must be application/json, not {kind or 'missing'}"
         raise RequestRefused(problem, status=415, code="wrong_content_type")
     try:
-        value = msgspec.json.decode(await _read_body(request))
+        value = msgspec.json.decode(await read_body(request))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not JSON: {error}", code="not_json") from error
     if not isinstance(value, dict):
@@ -166,7 +166,7 @@ async def _read_json(request: Request) -> dict[str, Any]:
     return value
 
 
-async def _read_body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     too_large = RequestRefused(f"the body has more than {MOST_BYTES} bytes", status=413, code="body_too_large")
     declared = request.headers.get("content-length", "0")
     if int(declared) > (MOST_BYTES if "expect" in request.headers else DRAINED_BYTES):
@@ -200,11 +200,11 @@ def _card(front: Front) -> dict[str, Any]:
     }
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-def _refusal(error: RequestRefused) -> Response:
+def refused(error: RequestRefused) -> Response:
     headers: dict[str, str] = {}
     if error.status == 429:
         headers["Retry-After"] = "1"
@@ -212,4 +212,4 @@ def _refusal(error: RequestRefused) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (401, 403, 408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return _json(error.body(), error.status, headers)
+    return json_response(error.body(), error.status, headers)

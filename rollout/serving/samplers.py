@@ -191,10 +191,7 @@ class Samplers:
         self.engine.export_sequences(live)
 
     def _use(self, target: Target) -> bool:
-        """Give the engine the weights of a target; False where they cannot be read, which ends the jobs that wait for them.
-
-        Weights that sequences run with can be read: only new ones are read from the disk.
-        """
+        """Give the engine the weights of a target; False where they cannot be read, which ends the jobs that wait for them."""
         try:
             version = target.version()
         except (SettingError, OSError) as error:
@@ -203,7 +200,7 @@ class Samplers:
             for job in failed:
                 self._close(job)
                 job.finish(error)
-            return False
+            return bool(self._running)  # these have begun with weights that are in the engine
         if self._weights.version is not version:
             self.engine.recompute()
             for state in self.engine.responses():

@@ -91,6 +91,10 @@ class Futures:
         self._all[request_id] = future
         return future, True
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id has come."""
+        return request_id in self._all
+
     def find(self, request_id: str) -> Future:
         """The request of an id. Raises `RequestRefused` for one that is not known, or not any more."""
         future = self._all.get(request_id)

@@ -81,6 +81,10 @@ class Models:
             del self._models[run_id]
             raise
 
+    def run(self, model_id: str) -> TrainingRun:
+        """What a model is that was created; in any thread. Raises `SettingError` for one that is gone."""
+        return self._model(model_id).run
+
     # ---------------------------------------------------------------------------------------------------------- training
 
     def loss(self, model_id: str, request: LossRequest) -> bytes:
