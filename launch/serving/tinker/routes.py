@@ -68,6 +68,7 @@ def make_tinker_app(service: TinkerService, catalog: Catalog, access: Access) ->
         "save_weights": _json_and_raw(service.save_weights),
         "load_weights": _json_and_raw(service.load_weights),
         "save_weights_for_sampler": _json_and_raw(service.save_weights_for_sampler),
+        "save_weights_external": _json_and_raw(service.save_weights_external),
         "create_sampling_session": _json(service.create_sampling_session),
         "asample": _json_and_raw(service.asample),
         "retrieve_future": _retrieve(service),

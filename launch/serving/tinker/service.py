@@ -205,6 +205,15 @@ class TinkerService:
 
         return self._of_model(body, raw, "save_weights_for_sampler", perform)
 
+    def save_weights_external(self, body: Json, raw: bytes) -> Json:
+        """Refused, but it takes its number."""
+
+        def perform(fields: Fields, model_id: str) -> Json:
+            del fields, model_id
+            raise SettingError("save_weights_external is not supported; save_weights_for_sampler writes safetensors here")
+
+        return self._of_model(body, raw, "save_weights_external", perform)
+
     # ---------------------------------------------------------------------------------------------------------- sampling
 
     def create_sampling_session(self, body: Json) -> Json:

@@ -9,7 +9,7 @@ from typing import Any
 from ....rollout.serving.fields import RequestRefused
 from ....rollout.serving.samplers import Target
 
-SILENT_S = 60.0
+SILENT_S = 35.0
 """Time without a sign of life after which a client counts as gone; the SDK gives one every 10 s."""
 KEPT_SESSIONS = 1000
 _TRAIN = ":train:"
