@@ -28,7 +28,8 @@ def write_data_sets(folder: Path, num_rows: int, seed: int = 0) -> None:
     answers = [sort_digits.answer(prompt) for prompt in prompts]
     rows = {
         "openai/gsm8k": [
-            {"question": prompt, "answer": f"#### {answer[1:]}"} for prompt, answer in zip(prompts, answers, strict=True)
+            {"question": prompt, "answer": f"#### {answer[1:]}"}
+            for prompt, answer in zip(prompts, answers, strict=True)
         ],
         "HuggingFaceH4/no_robots": [
             {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
