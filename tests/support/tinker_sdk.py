@@ -84,7 +84,7 @@ class Clients:
         one = [datum()]
         service: dict[str, Callable[[Any], Any]] = {
             "copy_weights": lambda f: f(self.state),
-            "create_custom_loss": lambda f: f(lambda logprobs: -logprobs.sum(), {"logprobs": 1}),
+            "create_custom_loss": lambda f: f(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}),
             "create_lora_training_client": lambda f: f(self.model, rank=2),
             "create_rest_client": lambda f: f(),
             "create_sampling_client": lambda f: f(base_model=self.model),
