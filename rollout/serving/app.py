@@ -167,6 +167,7 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 async def read_body(request: Request) -> bytes:
+    """The bytes of a body. Raises `RequestRefused` for one that is too large or too slow."""
     too_large = RequestRefused(f"the body has more than {MOST_BYTES} bytes", status=413, code="body_too_large")
     declared = request.headers.get("content-length", "0")
     if int(declared) > (MOST_BYTES if "expect" in request.headers else DRAINED_BYTES):
@@ -201,10 +202,12 @@ def _card(front: Front) -> dict[str, Any]:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer in JSON."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 def refused(error: RequestRefused) -> Response:
+    """The answer to a request that is refused."""
     headers: dict[str, str] = {}
     if error.status == 429:
         headers["Retry-After"] = "1"

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ....comm.errors import SettingError
-from ....rollout.serving.samplers import SampleResult
 from ....trainer.tinker.datum import Datum
-from ....trainer.tinker.trained_model import LossResult
 from .wire import WireMessage, data_field, double_field, integer_field
+
+if TYPE_CHECKING:
+    from ....rollout.serving.samplers import SampleResult
+    from ....trainer.tinker.trained_model import LossResult
 
 FLOAT32 = 1
 _DTYPES = {FLOAT32: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
@@ -44,7 +47,7 @@ def read_loss_request(body: bytes) -> LossRequest:
     return LossRequest(data, message.text(4), settings, not message.integer(6))
 
 
-def loss_answer(result: LossResult) -> bytes:
+def loss_answer(result: "LossResult") -> bytes:
     """A `ForwardBackwardOutput`: the log-probs of each datum, and the sum of the loss."""
     arrays = [np.ascontiguousarray(each, "<f4") for each in result.logprobs]
     offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype("<i8")
@@ -55,7 +58,7 @@ def loss_answer(result: LossResult) -> bytes:
     return data_field(1, b"ArrayRecord") + data_field(2, record) + data_field(3, metric)
 
 
-def sample_answer(result: SampleResult) -> bytes:
+def sample_answer(result: "SampleResult") -> bytes:
     """A `SampleResponse`."""
     parts: list[bytes] = []
     for response in result.responses:

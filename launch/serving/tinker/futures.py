@@ -34,7 +34,7 @@ class Future:
     media_type: str = JSON
     body: bytes | None = None
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _is_done: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_done: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     _on_done: Callable[["Future"], None] = lambda _: None
 
     def succeed(self, value: Any) -> None:
@@ -51,19 +51,15 @@ class Future:
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether it is finished within this time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._is_done.wait()
-        except TimeoutError:
-            return False
-        return True
+        done, _ = await asyncio.wait((self._is_done,), timeout=timeout_s)
+        return bool(done)
 
     def _finish(self, media_type: str, body: bytes) -> None:
         def finish() -> None:
             if self.body is None:
                 self.media_type = media_type
                 self.body = body
-                self._is_done.set()
+                self._is_done.set_result(None)
                 self._on_done(self)
 
         self._loop.call_soon_threadsafe(finish)

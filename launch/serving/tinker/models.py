@@ -28,7 +28,7 @@ _FILE = "weights.safetensors"
 
 
 @dataclass(slots=True)
-class Model:
+class ClientModel:
     """A model in training."""
 
     run: TrainingRun
@@ -51,7 +51,7 @@ class Models:
         self._store = store
         self._most = most
         self._is_alive = is_alive
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, ClientModel] = {}
         self._snapshots: OrderedDict[Target, None] = OrderedDict()
         self._num_versions = 0
 
@@ -66,7 +66,7 @@ class Models:
     def create(self, run: TrainingRun) -> dict[str, Any]:
         """Begin to train the initial weights."""
         self._store.begin(run)
-        self._models[run.run_id] = Model(run, TrainedModel(self._recipe_of(run)))
+        self._models[run.run_id] = ClientModel(run, TrainedModel(self._recipe_of(run)))
         return {"type": "create_model", "model_id": run.run_id}
 
     def create_from(self, run_id: str, path: SavedPath, *, with_optimizer: bool, metadata: Any) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Models:
 
     # --------------------------------------------------------------------------------------------------------- internals
 
-    def _model(self, model_id: str) -> Model:
+    def _model(self, model_id: str) -> ClientModel:
         model = self._models.get(model_id)
         if model is None:
             raise SettingError(f"model_id: {model_id} is no longer on this server; continue from a state that it saved")

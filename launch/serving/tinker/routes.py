@@ -1,7 +1,7 @@
 """The routes of the API below `/api/v1`, as SDK 0.38 asks them."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -16,7 +16,9 @@ from ....rollout.serving.fields import Fields, RequestRefused
 from .catalog import Catalog
 from .futures import PROTOBUF
 from .requests import required
-from .service import TinkerService
+
+if TYPE_CHECKING:
+    from .service import TinkerService
 
 PREFIX = "/api/v1"
 POLL_S = 25.0
@@ -45,7 +47,7 @@ class KeyAccess(Access):
         super().check({**headers, "authorization": f"Bearer {key}"} if key else headers)
 
 
-def make_tinker_app(service: TinkerService, catalog: Catalog, access: Access) -> Starlette:
+def make_tinker_app(service: "TinkerService", catalog: Catalog, access: Access) -> Starlette:
     """The application of a service."""
     facts = service.facts
     model = {
@@ -146,7 +148,7 @@ def _protobuf(perform: Callable[[bytes], Json]) -> Answer:
     return answer
 
 
-def _finish(service: TinkerService) -> Answer:
+def _finish(service: "TinkerService") -> Answer:
     async def answer(request: Request) -> Response:
         await read_body(request)
         service.finish(request.path_params["session_id"])
@@ -155,7 +157,7 @@ def _finish(service: TinkerService) -> Answer:
     return answer
 
 
-def _retrieve(service: TinkerService) -> Answer:
+def _retrieve(service: "TinkerService") -> Answer:
     async def answer(request: Request) -> Response:
         fields = Fields(_parsed(await read_body(request)))
         future = service.futures.find(required(fields, "request_id", str))
@@ -167,12 +169,12 @@ def _retrieve(service: TinkerService) -> Answer:
     return answer
 
 
-def _sampler(service: TinkerService, sampler_id: str) -> Json:
+def _sampler(service: "TinkerService", sampler_id: str) -> Json:
     _, path = service.sessions.sampler(sampler_id)
     return {"sampler_id": sampler_id, "base_model": service.facts.name, "model_path": path}
 
 
-def _session(service: TinkerService, session_id: str) -> Json:
+def _session(service: "TinkerService", session_id: str) -> Json:
     session = service.sessions.find(session_id)
     return {
         "training_run_ids": session.model_ids,

@@ -210,7 +210,9 @@ class TinkerService:
 
         def perform(fields: Fields, model_id: str) -> Json:
             del fields, model_id
-            raise SettingError("save_weights_external is not supported; save_weights_for_sampler writes safetensors here")
+            raise SettingError(
+                "save_weights_external is not supported; save_weights_for_sampler writes safetensors here"
+            )
 
         return self._of_model(body, raw, "save_weights_external", perform)
 
