@@ -119,6 +119,7 @@ class Samplers:
         """engine: its policy has the initial weights."""
         self.engine = engine
         self.has_work = threading.Event()
+        """Set when there is something new; who waits for it clears it before it looks."""
         self._weights = _EngineWeights(engine)
         self._new: deque[SampleJob] = deque()
         self._cancelled: deque[SampleJob] = deque()
@@ -153,7 +154,6 @@ class Samplers:
 
     def turn(self) -> bool:
         """Begin and drop sequences, and take a step of the engine; False if there was nothing to do."""
-        self.has_work.clear()
         self._take_orders()
         if self.engine.idle:
             if not self._waiting:

@@ -86,7 +86,7 @@ def main(words: list[str]) -> None:
     recipe, url, folder, *settings = words
     os.chdir(folder)
     renderers = importlib.import_module("tinker_cookbook.renderers")
-    model_info = importlib.import_module("tinker_cookbook.model_info")
+    model_info: Any = importlib.import_module("tinker_cookbook.model_info")
     renderers.register_renderer(RENDERER, lambda tokenizer, _: digits_renderer(tokenizer))
     model_info.get_recommended_renderer_name = lambda _: RENDERER  # it knows the service's models alone
     module = importlib.import_module(f"tinker_cookbook.recipes.{recipe}")

@@ -85,7 +85,7 @@ class TrainedModel:
                     summed.backward()
                 total += float(summed.detach())
                 each = logprobs.detach().float().cpu().split([item.num_tokens for item in part])
-                found |= {item.index: own.numpy() for item, own in zip(part, each, strict=True)}
+                found |= {item.place: own.numpy() for item, own in zip(part, each, strict=True)}
         if needs_gradient:
             self.num_data += len(data)
         return LossResult([found[index] for index in range(len(data))], total)
@@ -165,7 +165,7 @@ class TrainedModel:
 class _Item(NamedTuple):
     """A datum with its place in the request."""
 
-    index: int
+    place: int
     datum: Datum
 
     @property

@@ -94,9 +94,9 @@ class Models:
             result = model.trained.accumulate(
                 request.data, request.loss, request.settings, needs_gradient=request.needs_gradient
             )
-        except SettingError as error:
+        except Exception as error:
             if request.needs_gradient:
-                model.problem = str(error)
+                model.problem = str(error)  # it may have added a part of its gradient
             raise
         return loss_answer(result)
 

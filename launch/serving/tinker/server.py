@@ -75,6 +75,7 @@ class TinkerServer:
         """Work for the requests until `is_ended`, or an exception such as `KeyboardInterrupt`."""
         while not is_ended():
             self.http.check()
+            self._samplers.has_work.clear()  # before both look, so that what comes meanwhile ends the wait
             has_trained = self._train()
             has_sampled = self._samplers.turn()
             if not has_trained and not has_sampled:
@@ -88,7 +89,7 @@ class TinkerServer:
         """Carry out one job, if there is one, and end those that have waited too long."""
         for job, problem in self._work.overdue():
             job.fail(problem)
-        job = self._work.next(has_room=self._models.has_room())
+        job = self._work.next(self._models.has_room)
         if job is not None:
             job.run()
         return job is not None

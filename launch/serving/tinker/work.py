@@ -51,10 +51,10 @@ class Work:
             job.fail(f"request {number} of {model_id} comes too late: later ones are done")
         self._has_work.set()
 
-    def next(self, *, has_room: bool) -> Job | None:
-        """The next job to carry out, which is forgotten here; None if there is none yet. has_room: for one more model."""
+    def next(self, has_room: Callable[[], bool]) -> Job | None:
+        """The next job to carry out, which is forgotten here; None if there is none yet. has_room: for a new model that waits."""
         with self._lock:
-            if self._models and has_room:
+            if self._models and has_room():
                 return self._models.popleft()
             for model_id, jobs in self._numbered.items():
                 number = self._next.get(model_id, 1)

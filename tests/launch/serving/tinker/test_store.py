@@ -20,7 +20,10 @@ def store(tmp_path: Path) -> SavedWeights:
 
 
 def write(store: SavedWeights, path: SavedPath = PATH, content: str = "x", ttl_s: int | None = None) -> None:
-    store.write(path, lambda folder: (folder / "file").write_text(content) and None, 3, ttl_s, {"a": "b"})
+    def fill(folder: Path) -> None:
+        (folder / "file").write_text(content)
+
+    store.write(path, fill, 3, ttl_s, {"a": "b"})
 
 
 def test_what_is_saved_is_found_by_its_path(store: SavedWeights):

@@ -31,7 +31,7 @@ def work() -> Work:
 
 
 def carry_out(work: Work, *, has_room: bool = True) -> None:
-    while (job := work.next(has_room=has_room)) is not None:
+    while (job := work.next(lambda: has_room)) is not None:
         job.run()
 
 
