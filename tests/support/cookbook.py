@@ -39,8 +39,10 @@ def write_data_sets(folder: Path, num_rows: int, seed: int = 0) -> None:
     for name, config in DATA_SETS.items():
         place = folder / name
         place.mkdir(parents=True)
-        (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
-        head = f"configs:\n- config_name: {config}\n  data_files: train.jsonl\n"
+        for split, part in (("train", rows[name]), ("test", rows[name][:32])):
+            (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
+        head = f"configs:\n- config_name: {config}\n  data_files:\n{files}"
         (place / "README.md").write_text(f"---\n{head}---\n")
 
 
@@ -91,7 +93,29 @@ def main(words: list[str]) -> None:
     model_info.get_recommended_renderer_name = lambda _: RENDERER  # it knows the service's models alone
     module = importlib.import_module(f"tinker_cookbook.recipes.{recipe}")
     values = {key: json.loads(value) for key, _, value in (setting.partition("=") for setting in settings)}
-    module.main(module.Config(base_url=url, log_path=str(Path(folder) / f"log-{recipe}"), **values))
+    values |= {"base_url": url, "log_path": str(Path(folder) / f"log-{recipe}")}
+    module.main(basic_config(module, values) if recipe == "rl_basic" else module.Config(**values))
+
+
+def basic_config(module: Any, values: dict[str, Any]) -> Any:
+    """The configuration of `rl_basic`: with a penalty by the initial policy, or with `max_steps_off_policy` asynchronous."""
+    train = importlib.import_module("tinker_cookbook.rl.train")
+    math_env = importlib.import_module("tinker_cookbook.recipes.math_rl.math_env")
+    model = values.pop("model_name")
+    groups = values.pop("batch_size")
+    values["dataset_builder"] = math_env.Gsm8kDatasetBuilder(
+        batch_size=groups,
+        group_size=values.pop("group_size"),
+        renderer_name=RENDERER,
+        model_name_for_tokenizer=model,
+    )
+    age = values.pop("max_steps_off_policy", None)
+    if age is None:
+        values |= {"kl_penalty_coef": 0.01, "kl_reference_config": train.KLReferenceConfig(base_model=model)}
+        values["loss_fn"] = "importance_sampling"
+    else:
+        values["async_config"] = train.AsyncConfig(max_steps_off_policy=age, groups_per_batch=groups, loss_fn="ppo")
+    return module.build_config_blueprint(model).apply(values).make()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +102,7 @@ def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def metrics_of(folder: Path, recipe: str, name: str) -> list[float]:
     lines = (folder / f"log-{recipe}" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)[name] for line in lines]
+    return [row[name] for row in map(json.loads, lines) if name in row]
 
 
 def test_the_cookbooks_loop_of_reinforcement_learning_raises_the_reward(tmp_path: Path, sorting: Path):
@@ -124,6 +125,30 @@ def test_the_cookbooks_loop_of_supervised_learning_lowers_the_loss(tmp_path: Pat
     run("cookbook", "sl_loop", url, str(sorting), f'model_name="{policy}"', *settings)
     losses = metrics_of(sorting, "sl_loop", "train_mean_nll")
     assert losses[-1] < 0.6 * losses[0], losses
+
+
+BASIC = ("batch_size=8", "group_size=4", "max_tokens=24", "learning_rate=0.003", "max_steps=4", "save_every=0")
+
+
+def test_the_cookbooks_trainer_finds_no_difference_between_sampler_and_trainer(tmp_path: Path, sorting: Path):
+    pytest.importorskip("tinker_cookbook")
+    policy = sorting / "policy"
+    url = start(policy, tmp_path / "saved", "generator.max_running=128")
+    run("cookbook", "rl_basic", url, str(sorting), f'model_name="{policy}"', *BASIC)
+    differences = metrics_of(sorting, "rl_basic", "optim/kl_sample_train_v1")
+    assert len(differences) == 4 and max(map(abs, differences)) < 1e-4
+    penalties = metrics_of(sorting, "rl_basic", "kl_policy_base")
+    assert abs(penalties[0]) < 1e-4 < penalties[-1]
+
+
+def test_the_cookbooks_asynchronous_trainer_trains_what_older_weights_drew(tmp_path: Path, sorting: Path):
+    pytest.importorskip("tinker_cookbook")
+    policy = sorting / "policy"
+    url = start(policy, tmp_path / "saved", "generator.max_running=128")
+    shutil.rmtree(sorting / "log-rl_basic", ignore_errors=True)
+    run("cookbook", "rl_basic", url, str(sorting), f'model_name="{policy}"', *BASIC, "max_steps_off_policy=2")
+    ages = metrics_of(sorting, "rl_basic", "async/staleness_max")
+    assert len(ages) == 4 and ages[0] == 0 and 0 < max(ages) <= 2
 
 
 # --------------------------------------------------------------------------------------------------------------- the wire
