@@ -26,9 +26,12 @@ COMMANDS = {
     "numerics": Command(
         "numerics", "compares the log-probs of generator and trainer on a model: headrace numerics MODEL"
     ),
-    "serve": Command("serve", "answers OpenAI's HTTP API with a model: headrace serve RUN|MODEL"),
+    "serve": Command("serving.serve", "answers OpenAI's HTTP API with a model: headrace serve RUN|MODEL"),
     "agent": Command(
         "agents.command", "plays tasks of verifiers against a running job: headrace agent verifiers:TASKSET RUN"
+    ),
+    "tinker": Command(
+        "serving.tinker.command", "answers the Tinker API with a model that clients train: headrace tinker MODEL"
     ),
     "status": Command(
         "status.command:status", "prints how far a run is and who waits for whom: headrace status RUN [--watch]"

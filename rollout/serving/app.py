@@ -72,7 +72,7 @@ def make_app(front: Front, access: Access, more: Sequence[Route] = ()) -> Starle
     async def not_found(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         problem = f"{request.method} {request.url.path} is not a route of this server; there are {', '.join(paths)}"
-        return _refusal(RequestRefused(problem, status=error.status_code, code="unknown_route"))
+        return refused(RequestRefused(problem, status=error.status_code, code="unknown_route"))
 
     return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
 
@@ -131,12 +131,12 @@ def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
             check(request)
             return await handler(request)
         except RequestRefused as error:
-            return _refusal(error)
+            return refused(error)
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
         except Exception:
             log.exception("a request to %s failed", request.url.path)
-            return _refusal(RequestRefused.internal())
+            return refused(RequestRefused.internal())
 
     return answer
 
@@ -158,7 +158,7 @@ async def read_json(request: Request) -> dict[str, Any]:
         problem = f"the header Content-Type must be application/json, not {kind or 'missing'}"
         raise RequestRefused(problem, status=415, code="wrong_content_type")
     try:
-        value = msgspec.json.decode(await _read_body(request))
+        value = msgspec.json.decode(await read_body(request))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not JSON: {error}", code="not_json") from error
     if not isinstance(value, dict):
@@ -166,7 +166,8 @@ async def read_json(request: Request) -> dict[str, Any]:
     return value
 
 
-async def _read_body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
+    """The bytes of a body. Raises `RequestRefused` for one that is too large or too slow."""
     too_large = RequestRefused(f"the body has more than {MOST_BYTES} bytes", status=413, code="body_too_large")
     declared = request.headers.get("content-length", "0")
     if int(declared) > (MOST_BYTES if "expect" in request.headers else DRAINED_BYTES):
@@ -209,7 +210,8 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-def _refusal(error: RequestRefused) -> Response:
+def refused(error: RequestRefused) -> Response:
+    """The answer to a request that is refused."""
     headers: dict[str, str] = {}
     if error.status in (429, 503):
         headers["Retry-After"] = "1"

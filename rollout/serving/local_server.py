@@ -44,7 +44,7 @@ class LocalServer:
             options.host, options.port
         )  # before the model is loaded, since a port that is taken is a usual mistake
         try:
-            self.engine = _engine(recipe)
+            self.engine = open_engine(recipe)
             policy = self.engine.policy
             tokenizer = load_tokenizer(recipe.model.path)  # the engine's is used in another thread
             model = ServedModel(options.name, policy.context, policy.vocab_size, tokenizer, recipe.data)
@@ -69,7 +69,7 @@ class LocalServer:
         self.http.close()
 
 
-def _engine(recipe: Recipe) -> Engine:
+def open_engine(recipe: Recipe) -> Engine:
     """The engine. It has answered once: exact mode checks the machine then."""
     policy = load_policy(recipe.model.path, recipe.model.compute_type, default_device())
     usual = MOST_RUNNING * (4 if policy.device.type == "cuda" else 1)

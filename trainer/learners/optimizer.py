@@ -33,8 +33,10 @@ class Updater:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm = settings.max_grad_norm
 
-    def update(self, scale: float, lr: float, *, is_sound: bool = True) -> Update:
+    def update(self, scale: float, lr: float, *, is_sound: bool = True, max_grad_norm: float | None = None) -> Update:
         """Scale the gradients, clip their norm, step, and clear them; a collective.
+
+        max_grad_norm: the bound of the norm, 0 for none; None: that of the settings.
 
         When the norm is not finite, or the caller's loss is not sound (not finite, or a mean over no token), weights and moments stay as
         they are, on all ranks alike: an update without data would still follow its momentum and the weight decay.
@@ -42,7 +44,7 @@ class Updater:
         norm = self.norm(scale)
         is_applied = is_sound and math.isfinite(norm)
         if is_applied:
-            bound = self._max_grad_norm or math.inf
+            bound = (self._max_grad_norm if max_grad_norm is None else max_grad_norm) or math.inf
             # One pass over the gradients; the small number is that of PyTorch's own clipping.
             factor = scale * min(1.0, bound / (norm + 1e-6))
             torch._foreach_mul_(self._gradients(), factor)  # pyright: ignore[reportPrivateImportUsage]

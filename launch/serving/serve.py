@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from ..comm.disk import say
-from ..comm.environment import sleeping_threads
-from ..comm.errors import SettingError
-from ..rollout.serving.access import KEY_VARIABLE, SERVE_FILE, api_keys
-from .command_line import CommandParser, exit_code
+from ...comm.disk import say
+from ...comm.environment import sleeping_threads
+from ...comm.errors import SettingError
+from ...rollout.serving.access import KEY_VARIABLE, SERVE_FILE, api_keys
+from ..command_line import CommandParser, exit_code
 
 _EFFECTIVE = ("generator.", "model.dtype=", "data.chat_template=", "data.chat_template_kwargs=")
 """Settings that have an effect on a server."""
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _serve(given: argparse.Namespace) -> None:
-    from .config.checks.serving import check_packages
+    from ..config.checks.serving import check_packages
 
     if url := _url_of_run(given.words):
         say(f"the rollouts of this running job answer at {url}/v1 (rollout.serve)")
@@ -61,8 +61,8 @@ def _serve(given: argparse.Namespace) -> None:
     check_packages("headrace serve")
     if not 0 < given.timeout < float("inf"):
         raise SettingError(f"--timeout must be above 0, not {given.timeout:g}")
-    from .processes.full_gpu import full_gpu_in_one_line
-    from .processes.signals import interrupted_by_sigterm
+    from ..processes.full_gpu import full_gpu_in_one_line
+    from ..processes.signals import interrupted_by_sigterm
 
     with sleeping_threads(), interrupted_by_sigterm():
         try:
@@ -73,13 +73,13 @@ def _serve(given: argparse.Namespace) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from ..rollout.serving.local_server import LocalServer, ServeOptions
-    from .config.arguments import is_setting
-    from .config.checks.recipe import check_family
-    from .config.device_defaults import with_device_defaults
-    from .config.gpus import Gpus
-    from .config.model_files import ModelFiles
-    from .config.named_model import read_named
+    from ...rollout.serving.local_server import LocalServer, ServeOptions
+    from ..config.arguments import is_setting
+    from ..config.checks.recipe import check_family
+    from ..config.device_defaults import with_device_defaults
+    from ..config.gpus import Gpus
+    from ..config.model_files import ModelFiles
+    from ..config.named_model import read_named
 
     settings = [word for word in given.words if is_setting(word)]
     if idle := [word for word in settings if not word.startswith(_EFFECTIVE)]:

@@ -1,0 +1,115 @@
+"""`headrace tinker`: answers the Tinker API with a model that clients train and sample, without a run."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+
+from ....comm.environment import sleeping_threads
+from ....comm.errors import SettingError
+from ...command_line import CommandParser, exit_code
+
+KEY_VARIABLE = "HEADRACE_API_KEY"
+"""The environment variable of a key."""
+KEY_PREFIX = "tml-"
+"""How the SDK wants keys to begin."""
+_EFFECTIVE = ("generator.", "model.dtype=", "optimizer.micro_tokens=", "trainer.activation_checkpointing=")
+"""Settings that have an effect on a server."""
+_PAGE = f"""\
+Answers the Tinker API (SDK 0.38) with a model that clients train and sample, until Ctrl-C.
+
+usage: headrace tinker MODEL [KEY=VALUE ...] [OPTIONS]
+
+MODEL is a run folder (its newest checkpoint), a checkpoint, a model in Hugging Face format, a name on the Hub, or a recipe (the
+model that its run begins with). KEY=VALUE are settings of generator, model.dtype and optimizer.micro_tokens:
+
+    headrace tinker Qwen/Qwen3-0.6B
+    TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY={KEY_PREFIX}none python my_script.py
+
+  --host ADDRESS   the address to listen on, by default 127.0.0.1; beyond this machine only with a key
+  --port PORT      by default 8010; 0 takes a free one
+  --api-key KEY    a key that requests must show, may be repeated; it begins with {KEY_PREFIX}; better set {KEY_VARIABLE}
+  --name NAME      the model's name for clients (base_model), by default MODEL
+  --dir FOLDER     where clients' saved weights are, by default runs/tinker
+  --full           train all weights; without it the adapter (LoRA) that a client asks for
+  --models N       models in training at a time, by default 1; each takes the memory of a trainer
+
+Exit codes: 0 after Ctrl-C or SIGTERM, 2 for a mistake.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Serve the model that the words name; returns the exit code."""
+    parser = CommandParser("tinker", page=lambda: _PAGE)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8010)
+    parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--name")
+    parser.add_argument("--dir", default="runs/tinker")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--models", type=int, default=1)
+    return exit_code(lambda: _serve(parser.parse_intermixed_args(words)))
+
+
+def _serve(given: argparse.Namespace) -> None:
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise SettingError(f"headrace tinker needs {' and '.join(missing)}: pip install 'headrace[serve]'")
+    if given.models < 1:
+        raise SettingError(f"--models must be at least 1, not {given.models}")
+    from ...processes.full_gpu import full_gpu_in_one_line
+    from ...processes.signals import interrupted_by_sigterm
+
+    with sleeping_threads(), interrupted_by_sigterm():
+        try:
+            with full_gpu_in_one_line("actor"):
+                _run(given)
+        except KeyboardInterrupt:
+            print(flush=True)
+
+
+def _run(given: argparse.Namespace) -> None:
+    from ....comm.disk import say
+    from ...config.arguments import is_setting
+    from ...config.checks.recipe import check_family
+    from ...config.device_defaults import with_device_defaults
+    from ...config.gpus import Gpus
+    from ...config.model_files import ModelFiles
+    from ...config.named_model import read_named
+    from .server import TinkerOptions, TinkerServer
+
+    settings = [word for word in given.words if is_setting(word)]
+    if idle := [word for word in settings if not word.startswith(_EFFECTIVE)]:
+        raise SettingError(
+            f"{idle[0].partition('=')[0]} has no effect on a server; --help lists the settings that have one"
+        )
+    model, recipe = read_named(given.words)
+    recipe = with_device_defaults(recipe, Gpus.of_this_host())
+    check_family(recipe.generator, recipe.algorithm, ModelFiles.read(model.path).folder)
+    word = next(word for word in given.words if word not in settings)
+    options = TinkerOptions(
+        given.name or word, Path(given.dir), given.host, given.port, _keys(given.api_key), given.full, given.models
+    )
+    say(f"loading {model.path}")
+    with closing(TinkerServer(recipe, options)) as server:
+        server.start()
+        host = f"[{given.host}]" if ":" in given.host else given.host
+        say(f"base_model {options.name!r}: {server.engine.description}")
+        trains = "all weights" if options.is_full else "the adapters that clients ask for"
+        say(f"context {server.engine.policy.context} tokens; trains {trains}; saved weights in {options.folder}")
+        say(f"TINKER_BASE_URL=http://{host}:{server.http.port}  (Ctrl-C ends it)")
+        server.run()
+
+
+def _keys(given: Sequence[str]) -> list[str]:
+    keys = [*given, *([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else [])]
+    if any(not key.startswith(KEY_PREFIX) for key in keys):
+        raise SettingError(f"--api-key: a key of the Tinker SDK begins with {KEY_PREFIX}")
+    return keys
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""Work that the thread of the event loop orders and the main thread carries out, the training of each model in the order of its numbers.
+
+A client numbers the requests to a model from 1 on. They may arrive in another order, since it sends parts of one call together.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+GAP_S = 600.0
+"""Longest time for which a request waits for one with a lower number, before it fails."""
+PLACE_S = 90.0
+"""Longest time for which a new model waits until there is room for it: longer than a client that is gone counts as alive."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """Work: `run` carries it out, `fail` ends it with a problem; in the main thread, one of them and once."""
+
+    run: Callable[[], None]
+    fail: Callable[[str], None]
+    since: float = field(default_factory=time.monotonic)
+
+
+class Work:
+    """Jobs that wait. `add` and `add_numbered` may be called in any thread, the rest in the main one."""
+
+    def __init__(self, has_work: threading.Event) -> None:
+        """has_work: set when there is something new."""
+        self._has_work = has_work
+        self._lock = threading.Lock()
+        self._models: deque[Job] = deque()
+        self._numbered: dict[str, dict[int, Job]] = {}
+        self._next: dict[str, int] = {}
+
+    def add_model(self, job: Job) -> None:
+        """Queue a job that creates a model, which waits for room."""
+        with self._lock:
+            self._models.append(job)
+        self._has_work.set()
+
+    def add_numbered(self, model_id: str, number: int, job: Job) -> None:
+        """Queue a job of a model; each number comes once. One that comes after `overdue` has given it up fails at once."""
+        with self._lock:
+            is_late = number < self._next.get(model_id, 1)
+            if not is_late:
+                self._numbered.setdefault(model_id, {})[number] = job
+        if is_late:
+            job.fail(f"request {number} of {model_id} comes too late: later ones are done")
+        self._has_work.set()
+
+    def next(self, has_room: Callable[[], bool]) -> Job | None:
+        """The next job to carry out, which is forgotten here; None if there is none yet. has_room: for a new model that waits."""
+        with self._lock:
+            if self._models and has_room():
+                return self._models.popleft()
+            for model_id, jobs in self._numbered.items():
+                number = self._next.get(model_id, 1)
+                if number in jobs:
+                    self._next[model_id] = number + 1
+                    return jobs.pop(number)
+        return None
+
+    def overdue(self) -> list[tuple[Job, str]]:
+        """Jobs that have waited too long, for room or for one that has not come, with the reason; they are forgotten here.
+
+        The missing one counts as come, so that later ones go on.
+        """
+        found: list[tuple[Job, str]] = []
+        now = time.monotonic()
+        with self._lock:
+            while self._models and now - self._models[0].since > PLACE_S:
+                problem = "no room for one more model (--models): another client trains one; it makes room when it ends"
+                found.append((self._models.popleft(), problem))
+            for model_id, jobs in self._numbered.items():
+                missing = self._next.get(model_id, 1)
+                late = [number for number, job in jobs.items() if now - job.since > GAP_S]
+                if late and missing not in jobs:
+                    self._next[model_id] = max(late) + 1
+                    problem = f"request {missing} of {model_id} did not come within {GAP_S:g} s"
+                    found += [(jobs.pop(number), problem) for number in sorted(jobs) if number <= max(late)]
+        return found
