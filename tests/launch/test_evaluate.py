@@ -190,6 +190,10 @@ MISTAKES = {
     "another model": (["RUN", "model.path=x"], "model.path: RUN is the model; leave this out"),
     "no prompts": (["POLICY", "reward.path=gsm8k"], "eval.path is not set"),
     "no reward": (["POLICY", "eval.path=RUN/test.jsonl"], "reward.path is not set"),
+    "rewards of agents": (
+        ["POLICY", "eval.path=RUN/test.jsonl", "environment.path=serve"],
+        "reward.path is not set: agents gave the rewards of this run",
+    ),
     "no such prompts": (["RUN", "eval.path=none.jsonl"], "eval.path: none.jsonl does not exist"),
     "equal samples": (["RUN", "eval.samples=2"], "set eval.temperature above 0"),
     "no such function": (["RUN", "reward.path=RUN/rewards.py:size"], "has no function 'size'"),
