@@ -21,6 +21,8 @@ class DecodeCurve:
         self._gram = np.zeros((3, 3))
         self._moments = np.zeros(3)
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._terms: tuple[float, float, float] | None = None
+        """Those of the steps so far, once they were asked for: an idle rollout reports them again and again."""
 
     def add(self, num_running: int, kv_load: int, seconds: float) -> None:
         """Record one step that only decodes. The first ones only establish the usual time."""
@@ -31,9 +33,26 @@ class DecodeCurve:
         terms = np.array([1.0, num_running, kv_load])
         self._gram += np.outer(terms, terms)
         self._moments += seconds * terms
+        self._terms = None
 
     def terms(self) -> tuple[float, float, float]:
         """Seconds of a step: fixed, for each trajectory, for each cached token. Zeros before `MIN_STEPS` steps."""
+        if self._terms is None:
+            self._terms = self._solve()
+        return self._terms
+
+    @property
+    def fixed_tokens(self) -> float | None:
+        """Cached tokens that cost as much time as the rest of a step of the mean batch; a small number means that packing gains little.
+
+        The rest has the time for each trajectory in it, since batches that hardly vary do not tell it from the fixed part. None
+        before `MIN_STEPS` steps, and where cached tokens cost no time that can be measured, as on small policies.
+        """
+        fixed, per_trajectory, per_token = self.terms()
+        mean_batch = self._gram[0, 1] / max(self._gram[0, 0], 1.0)
+        return float(fixed + per_trajectory * mean_batch) / per_token if per_token else None
+
+    def _solve(self) -> tuple[float, float, float]:
         found = np.zeros(3)
         used = [0, 1, 2]
         if self._gram[0, 0] < MIN_STEPS:
@@ -49,14 +68,3 @@ class DecodeCurve:
             del used[int(solved.argmin())]
         fixed, per_trajectory, per_token = map(float, found)
         return fixed, per_trajectory, per_token
-
-    @property
-    def fixed_tokens(self) -> float | None:
-        """Cached tokens that cost as much time as the rest of a step of the mean batch; a small number means that packing gains little.
-
-        The rest has the time for each trajectory in it, since batches that hardly vary do not tell it from the fixed part. None
-        before `MIN_STEPS` steps, and where cached tokens cost no time that can be measured, as on small policies.
-        """
-        fixed, per_trajectory, per_token = self.terms()
-        mean_batch = self._gram[0, 1] / max(self._gram[0, 0], 1.0)
-        return float(fixed + per_trajectory * mean_batch) / per_token if per_token else None

@@ -68,7 +68,7 @@ def by_row(
         zeros = [np.zeros(length, np.float32) for length in lengths]
         trajectories = [
             Trajectory(
-                *(columns[name] for name in NEEDED), zero, zero, version=-1, advantages=zero,
+                columns["prompt_ids"], columns["response_ids"], zero, zero, version=-1, advantages=zero,
                 branch_starts=columns.get("branch_starts"),
             )
             for columns, zero in zip(rows, zeros, strict=True)

@@ -13,7 +13,7 @@ class ServedSample(msgspec.Struct, frozen=True):
     number: int
     key: int
     streams: bool = False
-    """Whether its tokens are sent after each step, and not only a few times a second."""
+    """Whether its tokens are sent soon after they are drawn, and not only a few times a second."""
     token_ids: list[int] = msgspec.field(default_factory=list[int])
 
 

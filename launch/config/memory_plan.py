@@ -41,6 +41,8 @@ _LAUNCHER_BYTES = 0.46e9
 _SUPERVISOR_BYTES = 0.029e9
 _HUB_BYTES = 0.047e9
 _STORE_BYTES = 0.026e9
+_FRONT_BYTES = TRANSFORMERS_BYTES
+"""With the model's tokenizer and no weights."""
 _REWARD_BYTES = 0.015e9
 """More if the user's file imports more."""
 _REWARD_PROCESSES = 2
@@ -253,10 +255,12 @@ class MemoryPlan:
     def _others(self, host: int) -> dict[str, float]:
         """The processes of a host without a role in the recipe."""
         here = [place for place in self._places if place.host == host]
+        has_hub = any(place.name == "relay-0" for place in here)
         return {
             "launcher": _LAUNCHER_BYTES,
             "supervisors": _SUPERVISOR_BYTES * len(here),
-            "hub": _HUB_BYTES * any(place.name == "relay-0" for place in here),
+            "hub": _HUB_BYTES * has_hub,
+            **({"front": _FRONT_BYTES} if has_hub and self._recipe.rollout.serve else {}),
             "store": _STORE_BYTES * any(place.name == "actor-0" for place in here),
             "rewards": _REWARD_BYTES * _REWARD_PROCESSES * sum(place.role == "rollout" for place in here),
             "libraries": _LIBRARIES_BYTES,

@@ -7,6 +7,7 @@ from ...comm.mailbox import Mailbox, StoreMailboxes
 from ...comm.messages import Failed, Stop
 from ...comm.recipe import Recipe
 from ...comm.store.client import StoreClient
+from ...comm.store.members import member_name
 from ..placement import place_ranks
 
 _CONNECT_S = 10.0
@@ -26,6 +27,8 @@ def report_failure(mailbox: Mailbox, recipe: Recipe, role: str, error: str, exit
     for place in place_ranks(recipe.roles, tp=recipe.rollout.tp):
         if place.role != "shard":  # a shard ends with its rollout
             mailbox.send(place.name, Stop("failed"))
+    if recipe.rollout.serve:
+        mailbox.send(member_name("front", 0), Stop("failed"))
 
 
 def report_death(name: str, recipe: Recipe, address: str, secret: bytes, error: str) -> None:

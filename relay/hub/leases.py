@@ -54,11 +54,13 @@ class Leases(Handler):
         refused: set[int | None] = set()  # a version that admission refuses is refused to all holders
         requests = list(self._requests.items())
         for num_asking, (holder, request) in zip(range(len(requests), 0, -1), requests, strict=True):
-            share = math.ceil(self.admission.free_places(state) / num_asking)
             if self._grant_evaluation(holder, request):
                 continue
             version = None if self._may_go_back(holder, request) else request.version
-            if version not in refused and not self._grant(holder, request, version, share):
+            if version in refused:
+                continue
+            share = math.ceil(self.admission.free_places(state) / num_asking)
+            if not self._grant(holder, request, version, share):
                 refused.add(request.version)
 
     def on_process_death(self, process: str, reason: str) -> None:

@@ -98,6 +98,8 @@ class Admission:
         """
         places = self.open_slots(state)
         begun = Counter(state.queue.begun)
+        if not places or not self._may_take_oldest(begun, state, places):
+            return []
         urgent = {group.id: group for group in self._by_urgency(state)}
         chosen = urgent if self.sampler is None else self._sampled(self.sampler, state)
         out: list[Group] = []
@@ -144,7 +146,23 @@ class Admission:
     def _by_urgency(self, state: HubState) -> list[Group]:
         """The groups that can be trained, the most urgent first; without a bound, and among groups of equal urgency, the oldest."""
         ready = state.queue.ready_in_order()
-        return ready if self.bound is None else sorted(ready, key=lambda group: group.version)
+        if self.bound is None:
+            return ready
+        version_of = state.queue.version_of
+        return sorted(ready, key=lambda group: version_of[group.id])
+
+    def _may_take_oldest(self, begun: Counter[int], state: HubState, places: int) -> bool:
+        """Whether all others meet their deadlines if the most urgent group that can be trained is; if not, no group may be handed out.
+
+        It is asked at each message of a trainer that waits for groups which are due, with hundreds of others ready.
+        """
+        if self.bound is None:
+            return True
+        ready = state.queue.ready
+        if not ready:
+            return False
+        oldest = min(map(state.queue.version_of.__getitem__, ready))
+        return self._feasible(begun - Counter([oldest]), state, places - 1)
 
     def _sampled(self, sampler: Sampler, state: HubState) -> dict[GroupId, Group]:
         """The groups that the user's sampler hands out now, in its order."""

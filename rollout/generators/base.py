@@ -128,7 +128,7 @@ class Generator(PromptGenerator, Protocol):
     def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         """Switch to the newest version. Unfinished trajectories continue under it, with their caches computed again.
 
-        While it is idle, to `version` if one is given. Raises `VersionNotAvailable` if no process has that one any more;
+        While it has no leased ones, to `version` if one is given. Raises `VersionNotAvailable` if no process has that one any more;
         the weights are undefined then until the next call.
         """
         ...

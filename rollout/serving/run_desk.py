@@ -175,9 +175,10 @@ class RunDesk:
                 self.others(message)
 
     def _take(self, rollout: str, piece: ServedPiece) -> tuple[_Open, Piece] | None:
-        """Note new tokens; returns what the request gets of them. Those of a sequence that has left its rollout are ignored."""
+        """Note new tokens; returns what the request gets of them. Those of a sequence that has left the rollout are ignored: at each
+        rollout it has another number."""
         each = self._placed.get(piece.number)
-        if each is None or each.rollout != rollout or piece.start != len(each.token_ids):
+        if each is None:
             return None
         each.token_ids += piece.token_ids
         each.logprobs += piece.logprobs

@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _FIRST = -(1 << 62)
 SERVES = "serves"
 """The fact that a rollout announces once it takes sequences of the front."""
+STREAM_S = 0.02
+"""Least seconds between two messages about tokens of streams; the end of a sequence waits for nothing."""
 LAZY_S = 0.25
 """Seconds between two messages about sequences whose clients wait for the whole answer."""
 SHARE = 0.5
@@ -90,7 +92,8 @@ class ServedSide:
         self._num_drawn = 0
         """Tokens of those that have ended or were dropped."""
         self._told_version = -1
-        self._told_at = 0.0
+        self._streamed_at = 0.0
+        self._told_all_at = 0.0
 
     @property
     def num_served(self) -> int:
@@ -132,7 +135,7 @@ class ServedSide:
                 content = [*prompt.prompt_ids], [*sample.token_ids], [0.0] * num_kept
                 state = SequenceState(_FIRST + sample.number, sample.key, params, *content)
                 self._waiting.append(_Served(sample.number, state, sample.streams, num_kept, num_kept))
-        self._tell([], self._told_at)
+        self._tell([])
 
     def admit(self, *, has_leases: bool) -> None:
         """Begin those that have room beside the leased trajectories."""
@@ -148,15 +151,14 @@ class ServedSide:
             served.switches.append((served.num_kept, self._generator.weights.version))
             self._served[served.state.trajectory_id] = served
         if refused:
-            self._tell(refused, self._told_at)
+            self._tell(refused)
 
     def switched(self, version: int) -> None:
         """The weights have changed: what is unfinished goes on under this version."""
         for live in self._generator.unfinished():
             if (served := self._served.get(live.trajectory_id)) is not None:
                 served.switches.append((live.num_response, version))
-        self._tell([], self._told_at)
-        self._tell([], self._told_at)
+        self._tell([])
 
     def take(self, completions: Iterable[Completion]) -> list[Completion]:
         """Send the front what a step has given; returns the completions of leased trajectories."""
@@ -170,11 +172,7 @@ class ServedSide:
                 pieces.append(_piece(served, done.token_ids, done.logprobs, done))
             else:
                 self._num_drawn += len(done.token_ids) - self._dropped.pop(done.trajectory_id)
-        now = self._clock.now()
-        has_waited = now - self._told_at >= LAZY_S
-        if self._served and (has_waited or any(served.streams for served in self._served.values())):
-            pieces += self._new_pieces(all_of_them=has_waited)
-        self._tell(pieces, now if has_waited else self._told_at)
+        self._tell(pieces + self._due_pieces())
         return leased
 
     def num_drawn(self) -> int:
@@ -183,6 +181,18 @@ class ServedSide:
         return self._num_drawn + sum(part.num_response - self._served[part.trajectory_id].num_kept for part in live)
 
     # --------------------------------------------------------------------------------------------------------- internals
+
+    def _due_pieces(self) -> list[ServedPiece]:
+        """Tokens of unfinished sequences that the front does not have, if it is time to send them: those of streams or of all."""
+        now = self._clock.now()
+        is_due_for_all = now - self._told_all_at >= LAZY_S
+        has_streams = any(served.streams for served in self._served.values())
+        if now - self._streamed_at < STREAM_S or not self._served or not (is_due_for_all or has_streams):
+            return []
+        self._streamed_at = now
+        if is_due_for_all:
+            self._told_all_at = now
+        return self._new_pieces(all_of_them=is_due_for_all)
 
     def _new_pieces(self, *, all_of_them: bool) -> list[ServedPiece]:
         """Tokens that the front does not have, of the streams or of all."""
@@ -195,13 +205,12 @@ class ServedSide:
             served.num_sent = len(state.token_ids)
         return pieces
 
-    def _tell(self, pieces: Sequence[ServedPiece], now: float) -> None:
+    def _tell(self, pieces: Sequence[ServedPiece]) -> None:
         """Send the pieces in messages of a bounded size, and a new version without any."""
         version = self._generator.weights.version
         if not self._front or not (pieces or version != self._told_version):
             return
         self._told_version = version
-        self._told_at = now
         batch: list[ServedPiece] = []
         num_bytes = 0
         for piece in pieces:

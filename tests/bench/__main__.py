@@ -122,8 +122,8 @@ CATALOGUE = (
     Workload("crowd", "faults", "faults.crowd.crowd",
              "2,000 connections of strangers at a relay's port: steps meanwhile, the relay's memory, files, threads"),
     Workload("journal-replay", "hub", "hub.journal_replay",
-             "a journal of many events (--events): events/s of its audit, seconds until the next hub has the state, stop for a snapshot",
-             ("journal-replay", "journal-recovery", "journal-snapshot")),
+             "a journal of many events (--events): events/s of its fold and of its audit, seconds until the next hub has the state, stop for a snapshot",
+             ("journal-replay", "journal-audit", "journal-recovery", "journal-snapshot")),
 )  # fmt: skip
 """All workloads, in the order in which they run."""
 

@@ -107,6 +107,7 @@ def test_a_workload_without_its_peer_is_left_out_while_the_others_run(
     rows = read_rows(tmp_path / "rows.json")
     assert {row.name: row.unit for row in rows} == {
         "journal-replay": "1/s",
+        "journal-audit": "1/s",
         "journal-recovery": "s",
         "journal-snapshot": "s",
     }

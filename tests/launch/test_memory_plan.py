@@ -101,6 +101,12 @@ def test_a_rollout_has_one_size_in_the_plan(dry_run):
     assert each and on_gpu and float(each[1]) == float(on_gpu[1]) == 68
 
 
+def test_the_front_of_a_run_takes_memory_of_its_host(dry_run):
+    for words, is_there in (((), False), (("rollout.serve=0",), True)):
+        _, text = dry_run(SMALL, *LONG, *words, "--gpus=2x80")
+        assert ("front 0.265" in text) == is_there, text
+
+
 def test_offload_moves_weights_gradients_and_moments_to_the_host(dry_run):
     code, text = dry_run(LARGE, *LONG, "roles.rollout=1", "trainer.offload=true", "--gpus=2x80")
     assert code == 0

@@ -34,6 +34,7 @@ EXCLUDED = [
     (f"{AGENTS} environment.tools=[t.py:f]", "environment.tools: with environment.path=serve the agents have the tools"),
     (f"{AGENTS} environment.workers=2", "environment.workers: with environment.path=serve no environment is hosted"),
     (f"{AGENTS} eval.path=e.jsonl", "eval.path: no agent claims the prompts of an evaluation"),
+    (f"{AGENTS} algorithm.overlong_buffer=9", "algorithm.overlong_buffer: with environment.path=serve"),
     (f"{AGENTS} reward.batch=group", "reward.batch=group: with environment.path=serve"),
     ("run.schedule=sync queue.max_staleness=1", "queue.max_staleness: run.schedule=sync has its own bound"),
     ("run.schedule=one_step rollout.max_age=2", "rollout.max_age: run.schedule=one_step has its own rule"),

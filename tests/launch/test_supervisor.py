@@ -313,13 +313,15 @@ def test_a_run_without_a_served_address_has_no_front(supervisor):
 
 
 def test_a_hub_that_fails_again_and_again_ends_the_run_with_its_last_error(supervisor):
-    running = supervisor("relay-0", {"hub": ["fail"], "relay-0": ["wait"]}, shutdown_s=4.0)
+    script = {"hub": ["fail"], "relay-0": ["wait"], "front-0": ["wait"]}
+    running = supervisor("relay-0", script, shutdown_s=4.0, settings=("rollout.serve=0",))
     code, _ = running.end()
     assert code == 1
     assert len(running.events("hub start")) == MAX_RESTARTS + 1
     summary = json.loads((running.run_dir / "summary.json").read_text())
     assert summary["error"] == f"hub ended with exit code 1, after {MAX_RESTARTS} restarts: ValueError: 7 is wrong"
-    assert running.received("relay-0") == running.received("rollout-0") == [Stop("failed")]
+    for name in ("relay-0", "rollout-0", "front-0"):
+        assert running.received(name) == [Stop("failed")]
 
 
 def test_a_child_that_reported_its_error_is_not_reported_again(supervisor):

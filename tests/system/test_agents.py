@@ -14,6 +14,7 @@ from headrace.relay.journal.events import Returned, RowFailed, RowReady
 from headrace.rollout.serving import run_front
 from headrace.rollout.serving.access import SERVE_FILE
 from headrace.rollout.serving.run_front import RunFront
+from headrace.trainer import reference_loop
 from headrace.trainer.replay.replay import replay_steps
 from headrace.trainer.step_log import StepReplay
 
@@ -59,9 +60,13 @@ def run_with(system: Served, play: Any, num_rollouts: int = 2) -> tuple[dict[str
     return summary, agents
 
 
-@pytest.mark.parametrize("schedule", ["headrace", "sync"])
-def test_agents_train_a_run_and_every_row_is_accounted_for(tmp_path: Path, schedule: str):
-    system = Served(tmp_path, **{"run.schedule": schedule, "run.save_rows": "all", "sampling.max_new_tokens": 20})
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"run.schedule": "sync"}, {"run.schedule": "partial"}, {"queue.max_staleness": 1}, {"rollout.max_age": 1}],
+    ids=str,
+)
+def test_agents_train_a_run_and_every_row_is_accounted_for(tmp_path: Path, settings: dict[str, Any]):
+    system = Served(tmp_path, **{"run.save_rows": "all", "sampling.max_new_tokens": 20} | settings)
     summary, agents = run_with(system, two_turns)
     assert summary["status"] == "finished" and summary["steps"] == 4
     assert summary["accounting"]["holds"] and summary["tokens"]["holds"]
@@ -174,3 +179,18 @@ def dying_front(fleet: Any, recipe: Any) -> None:
     fleet.mailboxes.close_inbox(fleet.name)
     fleet.crash()
     fleet.leave = lambda: None
+
+
+def test_reward_functions_add_theirs_and_the_reference_computes_branches_alone(tmp_path: Path):
+    """Before the first step the reference is the policy, so that the log-probs of its branches are those of the rollouts."""
+    words = {"reward.path": f"{tmp_path / 'rewards.py'}:reward", "algorithm.kl_coef": 0.1, "roles.reference": 1}
+    system = Served(tmp_path, **words | {"run.save_rows": "all", "sampling.max_new_tokens": 20, "run.steps": 2})
+    system.start("reference", reference_loop.run)
+    summary, _ = run_with(system, lambda client, claimed: {"reward": branching(client, claimed)["reward"] + 10})
+    assert summary["accounting"]["holds"] and summary["tokens"]["holds"]
+    for batch in StepReplay(system.dir, 0).batches():
+        for row in batch.rows:
+            columns = batch.columns[row.key]
+            assert 10 + row.row.sample <= row.reward <= 11 + row.row.sample
+            mask = columns["loss_mask"] == 1
+            np.testing.assert_allclose(columns["ref_logprobs"][mask], columns["rollout_logprobs"][mask], atol=1e-4)

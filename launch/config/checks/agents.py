@@ -20,6 +20,11 @@ def check_agents(recipe: Recipe) -> None:
             "eval.path: no agent claims the prompts of an evaluation with environment.path=serve; leave this out, and let an"
             " agent measure at the address of rollout.serve"
         )
+    if recipe.algorithm.overlong_buffer:
+        raise SettingError(
+            "algorithm.overlong_buffer: with environment.path=serve a row may have several branches, which together are no long"
+            " response; leave this out"
+        )
     if recipe.reward.batch == "group":
         raise SettingError(
             "reward.batch=group: with environment.path=serve the samples of a group end whenever their agents do; take sample"

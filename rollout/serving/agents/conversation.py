@@ -120,6 +120,12 @@ class AgentConversation:
         branch = self._continued(prompt_ids)
         return longest if branch is None else longest - (len(prompt_ids) - len(branch.prompt_ids))
 
+    def num_after(self, prompt_ids: Sequence[int]) -> int:
+        """Tokens of all branches together once a prompt is added, without its response."""
+        branch = self._continued(prompt_ids)
+        known = 0 if branch is None else branch.num_tokens
+        return sum(each.num_tokens for each in self.branches) + len(prompt_ids) - known
+
     def _continued(self, prompt_ids: Sequence[int]) -> Branch | None:
         """The longest branch that a prompt continues."""
         found = [branch for branch in self.branches if branch.is_continued_by(prompt_ids)]

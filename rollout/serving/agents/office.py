@@ -79,6 +79,15 @@ class OpenConversation:
     timer: asyncio.TimerHandle | None = None
     outcome: Json = field(default_factory=dict)
     """How it has ended: `reward` or `failure`; empty while it is open."""
+    state_at_end: Json = field(default_factory=dict)
+    """What `AgentOffice.state` says of it since then; its tokens are not kept."""
+
+    def forget_tokens(self) -> None:
+        """Keep no more of it than what a repeated request needs."""
+        held = self.held
+        self.held = LeasedRow(held.row_id, held.attempt, held.version, held.row)
+        self.turns = AgentConversation()
+        self.answers = {}
 
 
 class AgentOffice:
@@ -87,7 +96,7 @@ class AgentOffice:
     def __init__(self, front: Front, samples: SampleSource, recipe: Recipe) -> None:
         self._front = front
         self._samples = samples
-        self._sampling = RunSampling(recipe.sampling, recipe.run.seed)
+        self._sampling = RunSampling(recipe)
         self._idle_s = recipe.environment.timeout_s
         self._max_turns = recipe.environment.max_turns
         self._known: OrderedDict[str, OpenConversation] = OrderedDict()
@@ -265,6 +274,8 @@ class AgentOffice:
 
     def state(self, conversation: OpenConversation) -> Json:
         """What is known of a conversation, as JSON."""
+        if conversation.state_at_end:
+            return conversation.state_at_end
         turns = conversation.turns
         status = "open" if not conversation.outcome else "failed" if "failure" in conversation.outcome else "ended"
         found: Json = {
@@ -322,8 +333,10 @@ class AgentOffice:
                 held, conversation.turns, conversation.seconds, outcome.get("reward", 0.0), tokenizer.decode
             )
         self._samples.finish(held, completion, failure)
+        conversation.state_at_end = self.state(conversation)
         conversation.front = self._front  # its memory is not needed any more
-        while len(self._known) > MOST_OPEN + REMEMBERED:
+        conversation.forget_tokens()
+        while len(self._known) - self._num_open > REMEMBERED:
             number = next(number for number, each in self._known.items() if each.outcome)
             del self._known[number]
             self._claims.pop(self._claim_keys.pop(number, ""), None)

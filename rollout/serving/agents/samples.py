@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from ....comm.fleet import Fleet
 from ....comm.mailbox import Mailbox
 from ....comm.messages import DrawnTokens, LeaseGrant
@@ -151,5 +153,5 @@ class AgentSamples:
                 self._loop.call_soon_threadsafe(self._refuse, error)
         self.advance(-1)
         self._row_writer.close()
-        self._mailbox.send("hub", self.leases.held_rows())
+        self._mailbox.send("hub", replace(self.leases.held_rows(), drawn=DrawnTokens(self._incarnation)))
         self._scoring.close()

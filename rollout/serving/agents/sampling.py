@@ -5,13 +5,14 @@ them at the run's temperature. So an agent may choose filters, but no temperatur
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from msgspec.structs import asdict
 
-from ....comm.recipe.generation import SamplingSettings
+from ....comm.recipe import Recipe
 from ...engine.sampling import SamplingParams
 from ..desk import Ticket
 from ..fields import RequestRefused
@@ -24,13 +25,15 @@ _LENGTHS = ("max_completion_tokens", "max_tokens")
 class RunSampling:
     """The `sampling` settings of a run, for the requests of its agents."""
 
-    def __init__(self, settings: SamplingSettings, seed: int) -> None:
-        """seed: the run's."""
+    def __init__(self, recipe: Recipe) -> None:
+        settings = recipe.sampling
         self.longest = settings.max_new_tokens
         """Most tokens of a branch's response."""
         self._values: dict[str, Any] = {name: asdict(settings)[name] for name in _SHARED}
         self._stop = list(settings.stop)
-        self._seed = seed
+        self._seed = recipe.run.seed
+        self._row_tokens = recipe.optimizer.micro_batch
+        """Tokens of all branches together, unless one alone may have more: the trainer computes a row in one micro-batch."""
 
     def complete(self, body: Mapping[str, Any], *, is_ids: bool, sample: int, call: int) -> dict[str, Any]:
         """The body of a request with what the agent leaves to the run. Raises `RequestRefused` for a temperature that is not the run's.
@@ -47,8 +50,11 @@ class RunSampling:
         own = {**self._values, "seed": _seed(self._seed, sample, call)}
         if not any(name in asked for name in ("stop", "stop_token_ids")) and self._stop:
             own["stop"] = self._stop
-        if not any(name in asked for name in _LENGTHS):
+        lengths = [name for name in _LENGTHS if name in asked]
+        if not lengths:
             own["max_tokens"] = 1  # `bound` gives what is left
+        elif len(lengths) == 1 and _is_count(asked[lengths[0]]):
+            asked[lengths[0]] = 1  # `bound` gives this, or what is left
         complete = {**own, **asked}
         return {**body, "sampling_params": complete} if is_ids else complete
 
@@ -58,17 +64,24 @@ class RunSampling:
         Raises `RequestRefused` where none is left.
         """
         given = body.get("sampling_params") or body
-        says_length = any(given.get(name) is not None for name in _LENGTHS)
+        asked = next((given[name] for name in _LENGTHS if given.get(name) is not None), None)
         bounded: list[SamplingParams] = []
         for prompt, params in zip(ticket.prompts, ticket.params, strict=True):
-            left = min(conversation.num_left(prompt, self.longest), context - len(prompt))
+            in_row = max(context, self._row_tokens) - conversation.num_after(prompt)
+            if in_row < 1:
+                problem = (
+                    f"the branches of this conversation have as many tokens together as the trainer computes at a time"
+                    f" (optimizer.micro_tokens={self._row_tokens}); end it"
+                )
+                raise RequestRefused(problem, code="conversation_full")
+            left = min(in_row, conversation.num_left(prompt, self.longest), context - len(prompt))
             if left < 1:
                 problem = (
                     f"the response of this conversation has its longest length, sampling.max_new_tokens={self.longest}; end the"
                     " conversation, or begin a branch"
                 )
                 raise RequestRefused(problem, code="conversation_full")
-            most = min(left, params.max_new_tokens) if says_length else left
+            most = left if asked is None else min(left, int(asked))
             bounded.append(replace(params, max_new_tokens=most))
         ticket.params = bounded
 
@@ -82,6 +95,12 @@ class RunSampling:
                 " temperature than the trainer's. Leave it out"
             )
             raise RequestRefused(problem, f"{where}temperature", code="off_policy")
+
+
+def _is_count(value: object) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < math.inf and value == int(value)
+    )
 
 
 def _seed(run: int, sample: int, call: int) -> int:

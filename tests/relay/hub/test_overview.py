@@ -21,7 +21,8 @@ from headrace.comm.messages import (
     StepTrained,
     TrainerState,
 )
-from headrace.relay.hub.overview import SILENT_S, Overview
+from headrace.comm.recipe import Recipe, RolloutSettings
+from headrace.relay.hub.overview import SILENT_S, Overview, expected_names
 from headrace.relay.journal.events import Ending
 from headrace.relay.queue.tasks import Task
 
@@ -206,6 +207,16 @@ def test_a_task_of_the_queue_works_while_it_has_rows_and_waits_otherwise(watched
         w.say("reference-0", RequestRows(number, ["reference"]))
     w.scene.now = 13.0
     assert ("reference-0", "the rollouts", "rows", 4.0) in w.waits(), "the time of its work does not count"
+
+
+def test_the_front_serves(watched: Callable[..., Watched]):
+    w = watched()
+    front = MemoryFleet.join_network(w.scene.network, "front", 0)
+    assert w.state_of("front-0") == "serves"
+    front.leave()
+    assert [member.name for member in w.report().members] == [*NAMES]
+    assert expected_names(Recipe(rollout=RolloutSettings(serve="0")))[-1] == "front-0"
+    assert "front-0" not in expected_names(Recipe())
 
 
 def test_the_shards_of_a_rollout_are_not_told(watched: Callable[..., Watched]):

@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.hub_scene import FIRST, Restart
 
-from headrace.comm.messages import DrawnTokens, HeldRows, LeaseGrant, QueueRestored, RowDone, RowRef
+from headrace.comm.messages import DrawnTokens, HeldRows, LeaseGrant, LoadReport, QueueRestored, RowDone, RowRef
+from headrace.relay.hub.token_ledger import step_metrics
 from headrace.relay.journal import events as ev
 from headrace.relay.journal.replay import replay
 
 UNIT = ["relay-0#1"]
+LOAD = LoadReport(version=0, num_running=1, num_waiting=0, kv_util=0, tokens=0, busy_s=1, idle_s=0, pull_s=0)
 
 
 @pytest.fixture
@@ -64,3 +67,16 @@ def test_tokens_of_unfinished_trajectories_from_the_disk_are_known_to_the_next_h
     account = scene.hub.tokens.account()
     assert account["holds"] and account["generated"] + account["restored"] == account["ready"] == 14, account
     assert replay(scene.path).tokens.begun == 10
+
+
+def test_tokens_for_requests_are_counted_beside_the_account(scene: Restart):
+    grant = scene.lease(request=FIRST + 1)
+    scene.say("rollout-0", done(grant, 0, DrawnTokens(1, 20, 0, served=30)))
+    scene.say("rollout-0", replace(LOAD, drawn=DrawnTokens(1, 20, 7, 13, served=40)))
+    scene.say("rollout-0", done(grant, 1, DrawnTokens(1, 20, 7, served=35)))
+    now = scene.hub.tokens.at_step_end()
+    assert (now["served"], now["generated"], now["ready"], now["lost"], now["unfinished"]) == (40, 20, 14, 0, 6)
+    assert dict(step_metrics(now, {"served": 15}))["tokens/served"] == 25.0
+    scene.hub.on_process_death("rollout-0", "killed")
+    account = scene.hub.tokens.account()
+    assert account["served"] == 40 and account["holds"] and account["lost"] == 6

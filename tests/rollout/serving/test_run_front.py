@@ -3,6 +3,8 @@
 import json
 import math
 import threading
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,13 @@ from headrace.comm.errors import HeadraceError, SettingError
 from headrace.relay.hub import repacking
 from headrace.relay.journal.events import Received
 from headrace.rollout import Engine, SamplingParams
+from headrace.rollout.generators import builtin
 from headrace.rollout.generators.base import GeneratorProfile
 from headrace.rollout.generators.builtin import BuiltinGenerator
 from headrace.rollout.serving import run_front
 from headrace.rollout.serving.access import SERVE_FILE, serve_address
 from headrace.rollout.serving.served_side import ServedSide
 from headrace.rollout.serving.server import listen
-
-pytest.importorskip("uvicorn")
 
 PROMPT = [5, 6, 7, 8]
 ENDLESS = 100_000
@@ -141,6 +142,15 @@ def test_trajectories_move_between_rollouts_and_requests_do_not(tmp_path: Path, 
     assert system.end()["moved"] > 0
 
 
+def test_all_ranks_of_a_replica_draw_the_tokens_of_a_request(tmp_path: Path):
+    system = Fronted(tmp_path, **{"optimizer.lr": 0, "roles.rollout": 2, "rollout.tp": 2})
+    system.start("shard", builtin.run)
+    system.serve(1)
+    for reply in system.ask_all(6, 60):
+        assert reply.status == 200 and len(reply.body["choices"][0]["token_ids"]) == 60
+    assert system.end(3)["tokens"]["served"] == 6 * 60
+
+
 def test_a_rollout_that_counts_as_dead_loses_no_request(tmp_path: Path):
     system = Fronted(tmp_path, **SAME_WEIGHTS).serve(2)
     client = system.client()
@@ -224,3 +234,30 @@ def test_a_front_that_is_started_again_keeps_its_port_if_it_can(tmp_path: Path):
         with pytest.raises(SettingError):
             port_of(port, 0)
     assert port_of(0, port) == port
+
+
+def test_requests_do_not_change_what_a_run_trains(tmp_path: Path):
+    """With `sync` a step's rows depend on the seed alone: two runs train the same ones, bit for bit."""
+    digests: list[str] = []
+    num_served = 0
+    for name, num_clients in (("alone", 0), ("asked", 4)):
+        (tmp_path / name).mkdir()
+        settings = {"run.schedule": "sync", "generator.exact": "true", "optimizer.lr": 1e-3, "run.steps": 8}
+        system = Fronted(tmp_path / name, **settings)
+        system.start("front", run_front.run)
+        client = system.client()
+
+        def ask(seed: int, client: Served = client) -> None:
+            with suppress(OSError, HTTPException):  # the front ends with the run
+                while client.ask("/inference/v1/generate", body(seed, 40)).status == 200:
+                    pass
+
+        clients = [threading.Thread(target=ask, args=[seed], daemon=True) for seed in range(num_clients)]
+        for thread in clients:
+            thread.start()
+        summary = system.start_all(1).wait()
+        for thread in clients:
+            thread.join(60)
+        digests.append(summary["digest"])
+        num_served = summary["tokens"].get("served", 0)
+    assert num_served > 40 and digests[0] == digests[1]

@@ -16,6 +16,7 @@ from headrace.relay.journal.files import read_events
 from headrace.rollout import Engine, SamplingParams
 from headrace.rollout.engine.sequence import Completion
 from headrace.rollout.engine.streams import stream_key
+from headrace.rollout.serving import served_side
 
 PROMPT = [7] * 30
 TOKENS = 24
@@ -120,8 +121,10 @@ def drawn(rollout: ManualRollout) -> tuple[int, int, int, int]:
 
 
 def test_requests_and_leases_share_a_rollout_and_neither_changes_the_others_tokens(
-    stage: Callable[..., Play], unbroken: list[float]
+    stage: Callable[..., Play], unbroken: list[float], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(served_side, "STREAM_S", 0.0)
+    monkeypatch.setattr(served_side, "LAZY_S", 1e9)
     play = stage()
     rollout = play.rollouts[0]
     front = Front(play)
@@ -134,7 +137,7 @@ def test_requests_and_leases_share_a_rollout_and_neither_changes_the_others_toke
         got = front.got[number]
         assert (got.token_ids, got.logprobs, got.end) == (done.token_ids, done.logprobs, "length")
         assert got.versions == [0] * TOKENS
-    assert front.got[streamed].num_pieces > front.got[whole].num_pieces
+    assert (front.got[streamed].num_pieces, front.got[whole].num_pieces) == (TOKENS, 1)
     assert list(play.finish().values()) == unbroken
     num_leased = SAMPLES * 40
     assert drawn(rollout) == (num_leased, num_leased, 0, 2 * TOKENS)

@@ -95,9 +95,12 @@ def test_what_is_left_keeps_each_response_within_its_longest_length(turns: list[
     conversation = AgentConversation()
     for each in turns:
         conversation.add(each)
+    assert conversation.num_after([9, *prompt]) == len(prompt) + 1 + sum(b.num_tokens for b in conversation.branches)
+    total = conversation.num_after(prompt)
     before = [len(branch.response_ids) for branch in conversation.branches]
     if (left := conversation.num_left(prompt, longest)) >= 1:
         conversation.add(turn(prompt, [0] * left))
+        assert sum(branch.num_tokens for branch in conversation.branches) == total + left
         after = [len(branch.response_ids) for branch in conversation.branches]
         assert [now for now, old in zip(after, [*before, 0], strict=False) if now != old] == [longest]
 

@@ -14,6 +14,7 @@ from support.served import ScriptedGenerator
 
 from headrace.comm.messages import RowId
 from headrace.rollout.leased_row import LeasedRow
+from headrace.rollout.serving.agents import office as office_module
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -89,6 +90,21 @@ def test_a_repeated_claim_and_a_repeated_end_change_nothing(open_office: Opener)
     assert office.client.claim(Idempotency_Key="claim 1").body["id"] == one["id"]
 
 
+def test_what_is_over_keeps_no_tokens_and_is_forgotten_in_the_end(open_office: Opener, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(office_module, "REMEMBERED", 1)
+    office = open_office()
+    first, second, still_open = (office.claim() for _ in range(3))
+    for claimed in (first, second):
+        office.client.call(claimed, IDS, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}})
+        office.client.end(claimed, reward=1)
+    assert office.client.ask(f"{ROOT}/{first['id']}").status == 404
+    state = office.client.ask(f"{ROOT}/{second['id']}").body
+    assert (state["status"], state["turns"], state["drawn_tokens"], state["reward"]) == ("ended", 1, 3, 1.0)
+    known = office.office.find(second["id"])
+    assert not known.turns.branches and known.held.completion is None and known.held.episode is None
+    assert office.client.ask(f"{ROOT}/{still_open['id']}").body["status"] == "open"
+
+
 def test_a_repeated_call_with_a_key_gets_the_same_answer_and_is_one_turn(open_office: Opener):
     generator = ScriptedGenerator()
     office = open_office(generator)
@@ -113,8 +129,8 @@ def test_an_answer_that_its_client_did_not_wait_for_is_no_turn(open_office: Open
     claimed = office.claim()
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 200}}
     generator.may_step.clear()
+    impatient = http.client.HTTPConnection("127.0.0.1", office.served.port, timeout=0.5)
     with pytest.raises(TimeoutError):
-        impatient = http.client.HTTPConnection("127.0.0.1", office.served.port, timeout=0.5)
         impatient.request(
             "POST", f"{ROOT}/{claimed['id']}{IDS}", json.dumps(body), {"Content-Type": "application/json"}
         )
@@ -308,6 +324,35 @@ def test_the_response_of_a_branch_has_at_most_its_longest_length(open_office: Op
     assert completion.finish_reason == "length"
 
 
+def test_the_branches_of_a_conversation_have_together_as_many_tokens_as_a_micro_batch(open_office: Opener):
+    office = open_office(context=20, optimizer__micro_tokens=30, sampling__max_new_tokens=100)
+    claimed = office.claim()
+
+    def lengths(*prompt: int) -> int:
+        reply = office.client.call(claimed, IDS, {"token_ids": prompt, "sampling_params": {"max_tokens": 9}})
+        return len(reply.body["choices"][0]["token_ids"]) if reply.status == 200 else reply.body["error"]["code"]
+
+    assert lengths(5, 6) == 9
+    assert lengths(5, 6, *[4] * 9) == 9, "it continues, so its prompt is there already"
+    assert lengths(7, 8, 9) == 7, "20 and 3 tokens are there"
+    assert lengths(10) == "conversation_full"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_length_beyond_the_context_is_cut_and_a_wrong_one_is_refused(open_office: Opener, name: str):
+    office = open_office(context=40, sampling__max_new_tokens=100)
+    claimed = office.claim()
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    prompt = office.client.call(claimed, CHAT, {**body, name: 1, "return_token_ids": True}).body["prompt_token_ids"]
+    choice = office.client.call(claimed, CHAT, {**body, name: 512}).body["choices"][0]
+    assert (len(choice["weight_version"]), choice["finish_reason"]) == (40 - len(prompt), "length")
+    for wrong in (0, -1, 1.5, True, "2"):
+        refused = office.client.call(claimed, CHAT, {**body, name: wrong})
+        assert refused.status == 400 and refused.body["error"]["param"] in ("max_tokens", name), refused.body
+    both = {"max_tokens": 2, "max_completion_tokens": 3}
+    assert office.client.call(claimed, CHAT, {**body, **both}).status == 400
+
+
 def test_a_conversation_has_at_most_as_many_turns_as_an_environments(open_office: Opener):
     office = open_office(environment__max_turns=3)
     claimed = office.claim()
@@ -362,10 +407,10 @@ def test_equal_texts_of_two_agents_keep_their_own_tokens(open_office: Opener):
     """The answers are the same text from different tokens; each conversation goes on from its own."""
     office = open_office(ScriptedGenerator(text_of=lambda ids: "ok"))
     claims = [office.claim(), office.claim()]
-    for claimed, length in zip(claims, (2, 3), strict=True):
+    for claimed, length in zip(claims, (3, 2), strict=True):
         office.client.call(claimed, CHAT, {"messages": HELLO, "max_tokens": length})
     more = [*HELLO, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "and?"}]
-    for claimed, length in zip(claims, (2, 3), strict=True):
+    for claimed, length in zip(claims, (3, 2), strict=True):
         office.client.call(claimed, CHAT, {"messages": more, "max_tokens": 1})
         (branch,) = office.client.ask(f"{ROOT}/{claimed['id']}").body["branches"]
         assert branch["drawn_tokens"] == length + 1
