@@ -58,6 +58,7 @@ def check_learned(job: Job, steps: int = STEPS) -> None:
 
 
 def test_a_policy_learns_in_the_sessions_of_an_openenv_server(tmp_path: Path):
+    pytest.importorskip("openenv")
     build_policy(tmp_path / "policy", "0123456789*=\n", openenv_example, seed=0, num_steps=300)
     data = tmp_path / "tasks.jsonl"
     data.write_text("".join(json.dumps({"prompt": "=", "seed": i}) + "\n" for i in range(512)))
@@ -71,6 +72,7 @@ def test_a_policy_learns_in_the_sessions_of_an_openenv_server(tmp_path: Path):
 
 
 def test_a_policy_learns_to_call_the_tools_of_an_mcp_server(tmp_path: Path):
+    pytest.importorskip("mcp")
     (tmp_path / "tools.py").write_text(TOOLS)
     entry = f"mcp:{shlex.join([sys.executable, str(tmp_path / 'tools.py')])}"
     build_policy(tmp_path / "policy", calculator.CHARACTERS, calculator_example, seed=0, num_steps=300)
@@ -87,6 +89,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}
 
 
 def test_a_policy_learns_the_tasks_of_a_verifiers_taskset(tmp_path: Path):
+    pytest.importorskip("verifiers")
     (tmp_path / "product_tasks.py").write_text(TASKSET)
     build_policy(tmp_path / "policy", "0123456789*=\n", openenv_example, seed=0, num_steps=300)
     words = [sys.executable, "-m", "headrace.launch.agents.command", "verifiers:product-tasks"]

@@ -12,6 +12,8 @@ from support.http_server import serving
 from headrace.comm.errors import SettingError
 from headrace.launch.agents.verifiers_tasks import VerifiersTasks
 
+pytest.importorskip("verifiers")
+
 pytestmark = [pytest.mark.extra, pytest.mark.filterwarnings("ignore")]  # of verifiers' packages
 HERE = {"agent": {"runtime": {"type": "subprocess"}}}
 

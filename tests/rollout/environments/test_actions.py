@@ -6,6 +6,8 @@ import pytest
 
 from headrace.rollout.environments.actions import ActionForm, WrongAction, observation_text
 
+pytest.importorskip("jsonschema")
+
 pytestmark = pytest.mark.extra
 METADATA = {"type": "object", "additionalProperties": True, "default": {}}
 

@@ -17,6 +17,8 @@ from headrace.rollout.environments.base import Episode, Messages
 from headrace.rollout.environments.pool import EnvironmentCall, EnvironmentPool
 from headrace.rollout.environments.schemas import tool_schemas
 
+pytest.importorskip("mcp")
+
 pytestmark = pytest.mark.extra
 CHAT: Messages = [{"role": "user", "content": "How much?"}]
 

@@ -15,6 +15,10 @@ from headrace.rollout.environments.base import Episode
 from headrace.rollout.environments.openenv import OpenEnvServer
 from headrace.rollout.environments.pool import EnvironmentCall, EnvironmentPool
 
+pytest.importorskip("openenv")
+pytest.importorskip("websockets")
+pytest.importorskip("jsonschema")
+
 pytestmark = pytest.mark.extra
 
 
