@@ -54,6 +54,7 @@ def account(system: System) -> dict[str, Any]:
     return account_dict(replay(system.dir / "journal.jsonl"))
 
 
+@pytest.mark.slow
 def test_transformers_own_continuous_batching_generates_what_is_trained(tmp_path: Path):
     """The example of an adapter."""
     system = System(tmp_path, **{"rollout.engine": TRANSFORMERS}).start_all(num_rollouts=1)

@@ -23,7 +23,7 @@ WRITERS = [
 NOT_IN_EVERY_RUN = re.compile(
     r"alarm/CAUSE|actor/router_aux_loss|kl/age/RANGE|weights/midway|repack/.*|environment/(errors|timeouts)|prompt/turn_frac"
     r"|tools/(NAME/.*|failed_frac|seconds_.*)|wait_s/.*|staleness/(kl|limited_frac)|mismatch/.*|queue/starved_s"
-    r"|tokens/(restored|filtered|failed|evicted|superseded|lost|recomputed/REASON)|reward/NAME/KEY|rollout/prefix_cache_hit_rate"
+    r"|tokens/(restored|filtered|failed|evicted|superseded|lost|served|recomputed/REASON)|reward/NAME/KEY|rollout/prefix_cache_hit_rate"
     r"|checkpoint/memory_.*|idle/r.*|rollout/.*|weights/pull_s"
 )
 """Names that depend on what happens in a run. A text in one of the writers makes each of them."""
@@ -80,5 +80,5 @@ def test_every_name_that_is_explained_is_written(all_written: set[str]):
 def test_the_page_has_every_role_of_a_wait_and_every_end_of_a_token_and_no_other():
     names = {*explained()}
     assert {name for name in names if name.startswith("wait_s/")} == {f"wait_s/{role}" for role in ROLES}
-    levels = {"tokens/generated", "tokens/ready", "tokens/unfinished", "tokens/recomputed/REASON"}
-    assert {name for name in names if name.startswith("tokens/")} == {f"tokens/{kind}" for kind in KINDS} | levels
+    others = {"tokens/generated", "tokens/ready", "tokens/unfinished", "tokens/served", "tokens/recomputed/REASON"}
+    assert {name for name in names if name.startswith("tokens/")} == {f"tokens/{kind}" for kind in KINDS} | others

@@ -128,6 +128,7 @@ def test_an_environment_and_evaluations_go_on_beside_requests(tmp_path: Path):
     assert not summary["failures"] and summary["evaluations"]
 
 
+@pytest.mark.slow
 def test_trajectories_move_between_rollouts_and_requests_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(BuiltinGenerator, "profile", GeneratorProfile(16, math.inf))
     monkeypatch.setattr(repacking, "SLOWDOWN", math.inf)
@@ -151,6 +152,7 @@ def test_all_ranks_of_a_replica_draw_the_tokens_of_a_request(tmp_path: Path):
     assert system.end(3)["tokens"]["served"] == 6 * 60
 
 
+@pytest.mark.slow
 def test_a_rollout_that_counts_as_dead_loses_no_request(tmp_path: Path):
     system = Fronted(tmp_path, **SAME_WEIGHTS).serve(2)
     client = system.client()

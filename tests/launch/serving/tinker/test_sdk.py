@@ -22,15 +22,12 @@ from headrace.launch.serving.tinker.bodies import loss_answer, read_address, rea
 from headrace.rollout.serving.samplers import Sampled, SampleResult
 from headrace.trainer.tinker.trained_model import LossResult
 
+pytest.importorskip("tinker")
+
 pytestmark = [pytest.mark.extra, pytest.mark.filterwarnings("ignore")]
 PATIENCE_S = 400.0
 KEY = "tml-a-key-of-the-tests"
 ROW = re.compile(r"^\| `(\w+)` \| (works|client|refused) \| (.+) \|$", re.MULTILINE)
-
-
-@pytest.fixture(autouse=True)
-def needs_sdk() -> None:
-    pytest.importorskip("tinker")
 
 
 def start(model: Path, folder: Path, *words: str) -> str:
