@@ -119,14 +119,19 @@ def missing_parts(recipe: Recipe, task: Task = TASKS[RECIPE], makes: Collection[
         parts["data.path"] = home / "openings.jsonl" if recipe.model.path else home / "prompts.jsonl"
     words = [f"{name}={path}" for name, path in parts.items()]
     if not (recipe.model.path or recipe.data.path or recipe.reward.path):
-        # Agents have tools of their own, and give the reward.
-        functions = {} if recipe.environment.is_served else task.functions
-        words += [f"{name}={function}" for name, function in functions.items()]
+        words += [f"{name}={function}" for name, function in task.functions.items() if _lacks(recipe, name)]
     for name, path in parts.items():
         if name in makes:
             home.mkdir(parents=True, exist_ok=True)
             _make(name, path, recipe.run.seed, task)
     return words
+
+
+def _lacks(recipe: Recipe, name: str) -> bool:
+    """Whether the recipe leaves a function to the task. Agents give the reward; tools or an environment of the user's take the place of
+    the task's."""
+    environment = recipe.environment
+    return not (environment.is_served or (environment.is_set and name != "reward.path"))
 
 
 def _make(name: str, path: Path, seed: int, task: Task) -> None:

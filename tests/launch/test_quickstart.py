@@ -19,7 +19,7 @@ import headrace
 from headrace.launch.config.checks import trackers
 from headrace.launch.config.load import read_recipe
 from headrace.launch.recipes import sort_digits
-from headrace.launch.recipes.parts import RECIPE, missing_parts
+from headrace.launch.recipes.parts import CALCULATOR, RECIPE, TASKS, missing_parts
 from headrace.launch.recipes.tiny_policy import build_policy
 from headrace.launch.run import quickstart as main
 
@@ -93,6 +93,20 @@ def test_the_parts_that_a_user_names_are_not_made(tmp_path: Path, monkeypatch):
     recipe = read_recipe(RECIPE, ["model.path=m", "data.path=d", "reward.path=r.py:f"])
     assert missing_parts(recipe) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "functions"),
+    [
+        ([], ["reward.path", "environment.tools"]),
+        (["environment.tools=[mine.py:tool]"], ["reward.path"]),
+        (["environment.path=mine.py:Room"], ["reward.path"]),
+        (["environment.path=serve", "rollout.serve=0"], []),
+    ],
+)
+def test_tools_that_a_user_names_take_the_place_of_the_tasks(words: list[str], functions: list[str]):
+    parts = missing_parts(read_recipe(CALCULATOR, words), TASKS[CALCULATOR], makes=())
+    assert [part.partition("=")[0] for part in parts] == ["model.path", "data.path", *functions]
 
 
 def test_a_dry_run_names_the_missing_parts_and_makes_none(tmp_path: Path, monkeypatch, capsys):
