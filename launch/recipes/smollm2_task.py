@@ -38,6 +38,8 @@ def missing_parts(recipe: Recipe) -> dict[str, str]:
     if not recipe.data.path:
         home = data_folder(recipe.run.seed)
         parts["data.path"] = str(home / addition.PROMPTS_FILE)
+        if recipe.environment.is_served:  # agents give the reward, and are not evaluated
+            return parts
         if not recipe.reward.path:
             parts["reward.path"] = f"{Path(addition.__file__)}:score"
         if not recipe.eval.path:

@@ -51,6 +51,11 @@ def test_a_run_of_a_few_steps_has_no_warm_up():
     assert smollm2_task.missing_parts(read_recipe(SMOLLM2, words)) == {}
 
 
+def test_a_run_of_agents_has_neither_the_reward_nor_the_evaluation_of_the_task():
+    recipe = read_recipe(SMOLLM2, ["environment.path=serve", "rollout.serve=0"])
+    assert smollm2_task.missing_parts(recipe).keys() == {"model.path", "data.path"}
+
+
 def test_answers_before_and_after_stand_side_by_side(tmp_path: Path, capsys):
     addition.write_data(tmp_path, seed=0)
     held_out = tmp_path / addition.HELD_OUT_FILE
