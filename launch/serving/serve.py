@@ -9,10 +9,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ...comm.disk import say
-from ...comm.environment import sleeping_threads
 from ...comm.errors import SettingError
 from ...rollout.serving.access import KEY_VARIABLE, SERVE_FILE, api_keys
 from ..command_line import CommandParser, exit_code
+from .served_model import in_url, read_served, until_interrupted
 
 _EFFECTIVE = ("generator.", "model.dtype=", "data.chat_template=", "data.chat_template_kwargs=")
 """Settings that have an effect on a server."""
@@ -61,45 +61,22 @@ def _serve(given: argparse.Namespace) -> None:
     check_packages("headrace serve")
     if not 0 < given.timeout < float("inf"):
         raise SettingError(f"--timeout must be above 0, not {given.timeout:g}")
-    from ..processes.full_gpu import full_gpu_in_one_line
-    from ..processes.signals import interrupted_by_sigterm
-
-    with sleeping_threads(), interrupted_by_sigterm():
-        try:
-            with full_gpu_in_one_line("rollout"):
-                _run(given)
-        except KeyboardInterrupt:
-            print(flush=True)
+    until_interrupted("rollout", lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> None:
     from ...rollout.serving.local_server import LocalServer, ServeOptions
-    from ..config.arguments import is_setting
-    from ..config.checks.recipe import check_family
-    from ..config.device_defaults import with_device_defaults
-    from ..config.gpus import Gpus
-    from ..config.model_files import ModelFiles
-    from ..config.named_model import read_named
 
-    settings = [word for word in given.words if is_setting(word)]
-    if idle := [word for word in settings if not word.startswith(_EFFECTIVE)]:
-        raise SettingError(
-            f"{idle[0].partition('=')[0]} has no effect on a server; --help lists the settings that have one"
-        )
-    model, recipe = read_named(given.words)
-    recipe = with_device_defaults(recipe, Gpus.of_this_host())
-    check_family(recipe.generator, recipe.algorithm, ModelFiles.read(model.path).folder)
-    word = next(word for word in given.words if word not in settings)
+    word, model, recipe = read_served(given.words, _EFFECTIVE)
     keys = [*given.api_key, *api_keys()]
     options = ServeOptions(given.name or word, given.host, given.port, keys, given.timeout)
     say(f"loading {model.path}")
     with closing(LocalServer(recipe, model.step, options)) as server:
         server.start()
-        host = f"[{given.host}]" if ":" in given.host else given.host
         steps = f", after {model.step} steps" if model.step else ""
         say(f"serving {options.name!r}{steps}: {server.engine.description}")
         say(f"context {server.engine.policy.context} tokens; {server.engine.scheduler.max_running} sequences at a time")
-        say(f"http://{host}:{server.http.port}/v1  (Ctrl-C ends it)")
+        say(f"http://{in_url(given.host)}:{server.http.port}/v1  (Ctrl-C ends it)")
         server.run()
 
 

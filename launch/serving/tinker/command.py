@@ -1,19 +1,16 @@
 """`headrace tinker`: answers the Tinker API with a model that clients train and sample, without a run."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 
-from ....comm.environment import sleeping_threads
 from ....comm.errors import SettingError
+from ....rollout.serving.access import KEY_VARIABLE, api_keys
 from ...command_line import CommandParser, exit_code
+from ..served_model import in_url, read_served, until_interrupted
 
-KEY_VARIABLE = "HEADRACE_API_KEY"
-"""The environment variable of a key."""
 KEY_PREFIX = "tml-"
 """How the SDK wants keys to begin."""
 _EFFECTIVE = ("generator.", "model.dtype=", "optimizer.micro_tokens=", "trainer.activation_checkpointing=")
@@ -56,56 +53,34 @@ def main(words: Sequence[str]) -> int:
 
 
 def _serve(given: argparse.Namespace) -> None:
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise SettingError(f"headrace tinker needs {' and '.join(missing)}: pip install 'headrace[serve]'")
+    from ...config.checks.serving import check_packages
+
+    check_packages("headrace tinker")
     if given.models < 1:
         raise SettingError(f"--models must be at least 1, not {given.models}")
-    from ...processes.full_gpu import full_gpu_in_one_line
-    from ...processes.signals import interrupted_by_sigterm
-
-    with sleeping_threads(), interrupted_by_sigterm():
-        try:
-            with full_gpu_in_one_line("actor"):
-                _run(given)
-        except KeyboardInterrupt:
-            print(flush=True)
+    until_interrupted("actor", lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> None:
     from ....comm.disk import say
-    from ...config.arguments import is_setting
-    from ...config.checks.recipe import check_family
-    from ...config.device_defaults import with_device_defaults
-    from ...config.gpus import Gpus
-    from ...config.model_files import ModelFiles
-    from ...config.named_model import read_named
     from .server import TinkerOptions, TinkerServer
 
-    settings = [word for word in given.words if is_setting(word)]
-    if idle := [word for word in settings if not word.startswith(_EFFECTIVE)]:
-        raise SettingError(
-            f"{idle[0].partition('=')[0]} has no effect on a server; --help lists the settings that have one"
-        )
-    model, recipe = read_named(given.words)
-    recipe = with_device_defaults(recipe, Gpus.of_this_host())
-    check_family(recipe.generator, recipe.algorithm, ModelFiles.read(model.path).folder)
-    word = next(word for word in given.words if word not in settings)
+    word, model, recipe = read_served(given.words, _EFFECTIVE)
     options = TinkerOptions(
         given.name or word, Path(given.dir), given.host, given.port, _keys(given.api_key), given.full, given.models
     )
     say(f"loading {model.path}")
     with closing(TinkerServer(recipe, options)) as server:
         server.start()
-        host = f"[{given.host}]" if ":" in given.host else given.host
         say(f"base_model {options.name!r}: {server.engine.description}")
         trains = "all weights" if options.is_full else "the adapters that clients ask for"
         say(f"context {server.engine.policy.context} tokens; trains {trains}; saved weights in {options.folder}")
-        say(f"TINKER_BASE_URL=http://{host}:{server.http.port}  (Ctrl-C ends it)")
+        say(f"TINKER_BASE_URL=http://{in_url(given.host)}:{server.http.port}  (Ctrl-C ends it)")
         server.run()
 
 
 def _keys(given: Sequence[str]) -> list[str]:
-    keys = [*given, *([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else [])]
+    keys = [*given, *api_keys()]
     if any(not key.startswith(KEY_PREFIX) for key in keys):
         raise SettingError(f"--api-key: a key of the Tinker SDK begins with {KEY_PREFIX}")
     return keys

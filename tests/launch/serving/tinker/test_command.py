@@ -73,7 +73,7 @@ def test_without_the_extra_the_message_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        "headrace.launch.serving.tinker.command.find_spec", lambda name: None if name == "uvicorn" else object()
+        "headrace.launch.config.checks.serving.find_spec", lambda name: None if name == "uvicorn" else object()
     )
     assert main(["tinker", str(tmp_path)]) == 2
     assert "headrace tinker needs uvicorn: pip install 'headrace[serve]'" in capsys.readouterr().err
