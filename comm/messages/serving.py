@@ -1,4 +1,4 @@
-"""Messages between the front of a run and its rollouts: sequences of HTTP requests, which are no leases."""
+"""Messages between the front of a run and its rollouts: sequences of HTTP requests, which are not leases."""
 
 from typing import Any
 
