@@ -1,4 +1,7 @@
-"""`headrace audit RUN...`: replays the journals of runs, checks every line, and prints the account of the trajectories."""
+"""`headrace audit RUN...`: replays the journals of runs, checks every line, and prints the account of the trajectories.
+
+With `--rows` and `--answers` it also compares saved rows, and answers of the run's front, with the journal.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -20,11 +23,25 @@ def main(words: Sequence[str]) -> int:
         help="that verify the files of a long journal beside each other; default: one for each core",
     )
 
+    parser.add_argument("--rows", action="store_true", help="compare the rows in rows/ with the journal, too")
+    parser.add_argument(
+        "--answers",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="files with answers of the run over HTTP, to compare, too",
+    )
+
     def run() -> int:
         args = parser.parse_args(words)
         if args.processes is not None and args.processes < 1:
             raise SettingError(f"--processes: {args.processes} is less than 1")
-        return _audit(args.runs, args.processes or usable_cores())
+        if args.answers and len(args.runs) > 1:
+            raise SettingError("--answers: name one run, that of the answers")
+        if exit_code := _audit(args.runs, args.processes or usable_cores()):
+            return exit_code
+        return _compare(list(map(Path, args.runs)), args.answers, has_rows=args.rows)
 
     return exit_code(run)
 
@@ -44,6 +61,26 @@ def _audit(runs: Sequence[str], num_processes: int) -> int:
             return 1
         print("\n".join(lines))
     return 0
+
+
+def _compare(runs: Sequence[Path], answers: Sequence[Path], *, has_rows: bool) -> int:
+    """Compare saved rows and answers with the journals of their runs; the lines of what is wrong go to stderr."""
+    if not has_rows and not answers:
+        return 0
+    from .report.certificates import Comparison
+
+    exit_code = 0
+    for run in runs:
+        comparison = Comparison(run)
+        if has_rows:
+            comparison.compare_rows()
+        for file in answers:
+            comparison.compare_answers(file)
+        for problem in comparison.problems:
+            print(problem, file=sys.stderr)
+            exit_code = 1
+        print("\n".join(comparison.counts))
+    return exit_code
 
 
 if __name__ == "__main__":

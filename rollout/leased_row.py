@@ -1,14 +1,16 @@
 """A trajectory in a rollout, from its lease to its row: what it is leased as, what was generated, and how it was scored."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..comm.messages import DrawnTokens, RowDone, RowId, SampleScored
+from ..relay.receipts import digests_used, note_digest
 from .engine.sequence import Completion
 from .environments.base import Episode
 
@@ -30,6 +32,8 @@ class LeasedRow:
     completion: Completion | None = None
     switches: list[tuple[int, int]] = field(default_factory=list)
     """(tokens of prompt and response so far, new version) at each change of the weights."""
+    digests: dict[int, str] = field(default_factory=dict[int, str])
+    """Of the weights of these versions, those of its tokens among them; a version without one is not known."""
     claim_id: int = 0
     """The unanswered claim of its lease (see rollout/migration); 0 if the lease is certain."""
     num_kept: int = 0
@@ -103,8 +107,18 @@ class LeasedRow:
             versions[position - num_prompt :] = version
         return versions
 
-    def keep(self, num_prompt: int, versions: Sequence[int]) -> None:
-        """Continue another holder's response: `versions` drew its first tokens, and this row's version draws the next."""
+    def digests_of(self, versions: np.ndarray) -> np.ndarray:
+        """uint8: the digests of the weights of these versions, as JSON: {"3": "0c..."}."""
+        found = digests_used(self.digests, map(int, np.unique(versions)))
+        return np.frombuffer(msgspec.json.encode(found), dtype=np.uint8)
+
+    def keep(self, num_prompt: int, versions: Sequence[int], digests: Mapping[int, str] = MappingProxyType({})) -> None:
+        """Continue another holder's response: `versions` drew its first tokens, and this row's version draws the next.
+
+        digests: of the weights of these versions.
+        """
+        for version, digest in digests.items():
+            note_digest(self.digests, version, digest)
         pairs = zip((None, *versions), (*versions, self.version), strict=True)
         starts = [(num_prompt + at, new) for at, (old, new) in enumerate(pairs) if old != new]
         self.version = starts[0][1]
@@ -117,8 +131,11 @@ class LeasedRow:
         self.reward = reward if is_usable else None
         self.failure = self.failure or ("" if is_usable else f"the reward is {reward}")
 
-    def report(self, storage_ids: list[str]) -> RowDone | SampleScored:
-        """The message to the hub about the row, which these units have, or about the sample of an evaluation."""
+    def report(self, storage_ids: list[str], receipt: str = "") -> RowDone | SampleScored:
+        """The message to the hub about the row, which these units have, or about the sample of an evaluation.
+
+        receipt: of its columns.
+        """
         if self.row_id.is_evaluation:
             return self._sample_scored()
         done = self.completion
@@ -137,6 +154,7 @@ class LeasedRow:
             num_drawn=self.num_from_policy,
             drawn=self.tokens_then,
             broken_by=self.broken_by,
+            receipt=receipt,
         )
 
     def columns(self) -> dict[str, np.ndarray]:
@@ -146,13 +164,15 @@ class LeasedRow:
         """
         done = self.completion
         assert done is not None
+        versions = self.token_versions()
         branches = {"branch_starts": np.array(self.starts, dtype=np.int32)} if self.starts else {}
         return {
             **branches,
             "prompt_ids": np.array(done.prompt_ids, dtype=np.int32),
             "response_ids": np.array(done.token_ids, dtype=np.int32),
             "rollout_logprobs": np.array(done.logprobs, dtype=np.float32),
-            "versions": self.token_versions(),
+            "versions": versions,
+            "weight_digests": self.digests_of(versions),
             "loss_mask": self._loss_mask(len(done.token_ids)),
             "reward": np.array([self.reward], dtype=np.float32),
             "truncated": np.array([done.finish_reason == "length"], dtype=np.uint8),

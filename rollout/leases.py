@@ -47,6 +47,8 @@ class HeldLeases:
         self._samples_per_prompt = samples_per_prompt
         self._pacing = pacing
         self._clock = clock
+        self._digests: dict[int, str] = {}
+        """Of the present version's weights."""
         self._taken = 0
         self._window = 0
         """The newest of the hub's windows."""
@@ -74,8 +76,9 @@ class HeldLeases:
             held.completion is None for held in self.held.values() if held.row_id.is_evaluation
         )
 
-    def begin_version(self, version: int) -> None:
-        """Reset the share after a change of weights, and drop an open request."""
+    def begin_version(self, version: int, digest: str = "") -> None:
+        """Reset the share after a change of weights, and drop an open request. digest: of these weights, if it is known."""
+        self._digests = {version: digest} if digest else {}
         self._is_asking = False
         self._taken = 0
         self._evaluates = False
@@ -191,7 +194,7 @@ class HeldLeases:
                 held.attempt = lease.attempt
                 held.claim_id = 0
             else:
-                fresh.append(LeasedRow(row_id, lease.attempt, version, row))
+                fresh.append(LeasedRow(row_id, lease.attempt, version, row, digests={**self._digests}))
         self.held |= {held.row_id.number: held for held in fresh}
         return fresh
 

@@ -20,6 +20,7 @@ from ..comm.trace import Trace
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import ReplicatedRows
 from ..relay.queue.schedules import schedule_of
+from ..relay.receipts import note_digest
 from ..relay.weights.slots import VersionNotAvailable
 from .generation import Generation
 from .generators.base import Generator, open_generator
@@ -237,10 +238,11 @@ class Rollout:
             # One that was dropped as its turn ended stays in the generator until the next step.
             if (held := self.leases.held.get(live.trajectory_id)) is not None:
                 held.switches.append((live.num_tokens, pulled.version))
+                note_digest(held.digests, pulled.version, pulled.digest)
                 num_unfinished += 1
-        self.served.switched(pulled.version)
+        self.served.switched(pulled.version, pulled.digest)
         self._mailbox.send("hub", replace(pulled, num_unfinished=num_unfinished, is_ordered=is_ordered))
-        self.leases.begin_version(pulled.version)
+        self.leases.begin_version(pulled.version, pulled.digest)
         self._totals.peak_running = 0
         self._totals.pull_s = self._clock.now() - started
         why = ", by order of the hub" if is_ordered else ""

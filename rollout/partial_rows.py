@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .generators.base import Generator
 
 
+_NONE = np.frombuffer(b"{}", dtype=np.uint8)
+_digests = msgspec.json.Decoder(dict[int, str])
+
+
 class StreamedRow(NamedTuple):
     """The first tokens of one trajectory, which no unit has yet."""
 
@@ -116,7 +120,8 @@ class PartialRows:
             is_other = versions and (versions[-1] != held.version or min(versions) < ref.version)
             if not may_mix and is_other:
                 continue
-            held.keep(len(prompt_ids), versions)
+            digests = columns.get("weight_digests", _NONE)  # a saved queue of an earlier version has none
+            held.keep(len(prompt_ids), versions, _digests.decode(digests.tobytes()))
             place = 0, False
             if "episode" in columns:
                 held.episode = msgspec.json.decode(columns["episode"].tobytes(), type=Episode)
@@ -134,6 +139,7 @@ def _streamed_row(held: LeasedRow, part: SequenceState) -> StreamedRow:
         "response_ids": np.array(part.token_ids, dtype=np.int32),
         "rollout_logprobs": np.array(part.logprobs, dtype=np.float32),
         "versions": versions,
+        "weight_digests": held.digests_of(versions),
         "stream": np.array([part.key], dtype=np.int64),
     }
     if held.episode is not None:

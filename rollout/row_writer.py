@@ -11,6 +11,7 @@ from ..comm import threads
 from ..comm.mailbox import Mailbox
 from ..comm.waits import waiting
 from ..relay.queue.replicated_rows import MOST_TOGETHER, ReplicatedRows
+from ..relay.receipts import row_receipt
 from .leased_row import LeasedRow
 from .partial_rows import StreamedRow, write_streamed
 
@@ -104,6 +105,9 @@ class RowWriter:
     def _write(self, rows: list[LeasedRow]) -> None:
         """Write rows that are ready together, then report each."""
         new = [row for row in rows if not row.failure and not row.row_id.is_evaluation]
-        units = self._storage.put_new({row.row_id.key(row.attempt): row.columns() for row in new})
+        columns = {row.row_id.key(row.attempt): row.columns() for row in new}
+        units = self._storage.put_new(columns)
         for row in rows:
-            self._mailbox.send("hub", row.report(units.get(row.row_id.key(row.attempt), [])))
+            key = row.row_id.key(row.attempt)
+            receipt = row_receipt(columns[key]) if key in columns else ""
+            self._mailbox.send("hub", row.report(units.get(key, []), receipt))

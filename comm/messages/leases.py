@@ -121,6 +121,8 @@ class RowDone(Message, frozen=True):
     """The rollout's tokens when the trajectory had ended, without those of this one in `ended`."""
     broken_by: str = ""
     """What its environment did, where that is the failure: "error", or "late" for no answer in time."""
+    receipt: str = ""
+    """Of the row's columns (`relay.receipts`)."""
 
 
 class SampleScored(Message, frozen=True, kw_only=True):

@@ -55,3 +55,5 @@ class ServedTokens(Message, frozen=True):
     front: int
     version: int
     pieces: list[ServedPiece] = msgspec.field(default_factory=list[ServedPiece])
+    digest: str = ""
+    """Of the weights of this version. The front hears of each version before it gets tokens of it."""

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from ...comm.disk import say
 from ...comm.errors import SettingError
+from ...relay.receipts import open_key
 from ...rollout.serving.access import KEY_VARIABLE, SERVE_FILE, api_keys
 from ..command_line import CommandParser, exit_code
+from ..config.run_folder import JOURNAL_FILE
 from .served_model import in_url, read_served, until_interrupted
 
 _EFFECTIVE = ("generator.", "model.dtype=", "data.chat_template=", "data.chat_template_kwargs=")
@@ -69,7 +71,8 @@ def _run(given: argparse.Namespace) -> None:
 
     word, model, recipe = read_served(given.words, _EFFECTIVE)
     keys = [*given.api_key, *api_keys()]
-    options = ServeOptions(given.name or word, given.host, given.port, keys, given.timeout)
+    key = _receipt_key(model.run_dir)
+    options = ServeOptions(given.name or word, given.host, given.port, keys, given.timeout, key)
     say(f"loading {model.path}")
     with closing(LocalServer(recipe, model.step, options)) as server:
         server.start()
@@ -78,6 +81,14 @@ def _run(given: argparse.Namespace) -> None:
         say(f"context {server.engine.policy.context} tokens; {server.engine.scheduler.max_running} sequences at a time")
         say(f"http://{in_url(given.host)}:{server.http.port}/v1  (Ctrl-C ends it)")
         server.run()
+
+
+def _receipt_key(run_dir: Path | None) -> bytes:
+    """The key of the run that has trained the model; empty without such a run, or where its folder is another user's."""
+    with suppress(OSError):
+        if run_dir is not None and (run_dir / JOURNAL_FILE).is_file():
+            return open_key(run_dir)
+    return b""
 
 
 def _url_of_run(words: Sequence[str]) -> str:

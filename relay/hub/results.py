@@ -74,7 +74,7 @@ class Results(Handler):
             ready = ev.RowReady(
                 row=done.row, units=units, version=done.version, num_tokens=done.num_tokens, reward=done.reward,
                 num_versions=done.num_versions, num_kept=done.num_kept, num_prompt_tokens=done.num_prompt_tokens,
-                num_drawn=done.num_drawn,
+                num_drawn=done.num_drawn, receipt=done.receipt,
             )  # fmt: skip
             self.context.commit(ready)
         if (group := self.state.groups.get(done.row.group)) is not None:

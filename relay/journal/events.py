@@ -82,7 +82,7 @@ class RowReady(Event, frozen=True, kw_only=True):
     """A trajectory is finished and scored; each of `units` stores its bytes. An earlier holder drew `num_kept` of its tokens.
 
     The first `num_prompt_tokens` of its `num_tokens` are the prompt that all samples of the group have; 0 where that is not known.
-    A policy drew `num_drawn` of its tokens.
+    A policy drew `num_drawn` of its tokens. The `receipt` is of its columns (`relay.receipts`).
     """
 
     row: RowId
@@ -94,6 +94,7 @@ class RowReady(Event, frozen=True, kw_only=True):
     num_kept: int = 0
     num_prompt_tokens: int = 0
     num_drawn: int = 0
+    receipt: str = ""
 
 
 class GroupRestored(Event, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ ROLLOUT_COLUMNS = (
     "response_ids",
     "rollout_logprobs",
     "versions",
+    "weight_digests",
     "loss_mask",
     "reward",
     "truncated",

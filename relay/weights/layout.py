@@ -26,7 +26,7 @@ from torch import Tensor
 from ...comm.errors import SettingError, WrongDigest
 from ...comm.messages.weights import Offer
 from ...comm.tensor_split import TensorSplit
-from .byte_ranges import ByteRanges, chunk_digests, digest
+from .byte_ranges import GRID_BYTES, ByteRanges, chunk_digests, digest, join_digests
 
 ALIGNMENT = 64
 _SHARED = -1
@@ -140,6 +140,23 @@ class Layout:
 
     def digest(self, buffer: np.ndarray) -> str:
         return digest(buffer)
+
+    def digest_of(self, tensors: Mapping[str, Tensor]) -> str:
+        """The digest of the buffer that `write` would fill, with no more memory than the largest tensor takes."""
+        chunks: list[bytes] = []
+        rest = np.empty(0, np.uint8)
+        for entry, end in zip(self.entries, [*(each.offset for each in self.entries[1:]), self.num_bytes], strict=True):
+            part = np.zeros(end - entry.offset, np.uint8)
+            tensor = tensors[entry.name]
+            for low, high, start, stop in entry.runs(0, num_rows(tensor)):
+                entry.write(tensor, low, high, part[start - entry.offset : stop - entry.offset])
+            if tensor.is_cuda:
+                torch.cuda.synchronize()
+            rest = np.concatenate((rest, part))
+            whole = rest.nbytes - rest.nbytes % GRID_BYTES
+            chunks += chunk_digests(rest, ((0, whole),))
+            rest = rest[whole:]
+        return join_digests([*chunks, *chunk_digests(rest, ((0, rest.nbytes),))])
 
     def views(self, buffer: np.ndarray | Tensor) -> dict[str, Tensor]:
         """Each tensor as a view into the buffer (uint8 [num_bytes], on any device), tied weights under all their names.

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -61,6 +61,8 @@ class Piece:
     logprobs: list[float]
     versions: list[int]
     end: Completion | None = None
+    digests: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Of the weights of these versions, and maybe of others; "" for one that is not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,14 +142,15 @@ class AnyDesk(Protocol):
 class Desk:
     """Requests that wait or run. `submit` and `release` belong to the front's thread, the rest to the generator's."""
 
-    def __init__(self, most_samples: int, version: int = 0) -> None:
+    def __init__(self, most_samples: int, version: int = 0, digest: str = "") -> None:
         """most_samples: responses that may wait or run; a request beyond is refused, and its client told to come back.
 
-        version: that of the generator's weights, which do not change.
+        version, digest: those of the generator's weights, which do not change.
         """
         self.num_samples = 0
         """Responses that were asked for and have not ended, as the front knows."""
         self.version = version
+        self._digests = {version: digest}
         self._most_samples = most_samples
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new: deque[Ticket] = deque()
@@ -236,7 +239,8 @@ class Desk:
         self, served: _Served, token_ids: list[int], logprobs: list[float], end: Completion | None = None
     ) -> Piece:
         new = token_ids[served.num_sent :]
-        return Piece(served.sample, new, logprobs[served.num_sent :], [self.version] * len(new), end)
+        versions = [self.version] * len(new)
+        return Piece(served.sample, new, logprobs[served.num_sent :], versions, end, self._digests)
 
     def _drop(self, generator: ServedGenerator, gone: set[Ticket]) -> None:
         numbers = {number for number, served in self._served.items() if served.ticket in gone} if gone else set()

@@ -58,10 +58,11 @@ class Work:
 class Front:
     """Answers requests. All of it runs in the thread of one event loop."""
 
-    def __init__(self, model: ServedModel, desk: AnyDesk, timeout_s: float) -> None:
-        """timeout_s: longest time of one request."""
+    def __init__(self, model: ServedModel, desk: AnyDesk, timeout_s: float, receipt_key: bytes = b"") -> None:
+        """timeout_s: longest time of one request. receipt_key: with which answers are sealed (`relay.receipts`); empty for none."""
         self.model = model
         self.desk = desk
+        self.receipt_key = receipt_key
         self._timeout_s = timeout_s
         self._conversations = Conversations(model.tokenizer, model.data)
         self._texts = TokenTexts(model.tokenizer)
@@ -130,7 +131,8 @@ class Front:
         marks = [stop for stop in ticket.params[0].stops if isinstance(stop, str)]
         marks += [TOOL_MARK] if answer.parses_calls else []
         streams = [TextStream(self.model.tokenizer, marks) for _ in samples]
-        begun: set[int] = set()
+        pieces: list[list[Piece]] = [[] for _ in samples]
+        texts: list[list[str]] = [[] for _ in samples]
         ends: list[Piece] = []
         deadline = self._deadline()
         for sample in samples if work.chat else ():
@@ -143,8 +145,9 @@ class Front:
                 ends.append(piece)
                 message = self._message(work, piece) if work.chat else None
                 text += streams[piece.sample].rest(message["content"] if message else piece.end.text)
-            yield answer.part(ticket, piece, text, message, is_first=piece.sample not in begun)
-            begun.add(piece.sample)
+            pieces[piece.sample].append(piece)
+            texts[piece.sample].append(text)
+            yield answer.part(ticket, pieces[piece.sample], texts[piece.sample], message)
         if answer.form.with_usage:
             yield answer.last(ticket, ends)
 
@@ -162,7 +165,7 @@ class Front:
         return Ticket(prompts, params, form.streams)
 
     def _answer(self, kind: str, form: AnswerForm, *, parses_calls: bool = False) -> Answer:
-        return Answer(kind, self.model.name, form, self._texts, parses_calls)
+        return Answer(kind, self.model.name, form, self._texts, parses_calls, self.receipt_key)
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s

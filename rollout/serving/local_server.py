@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...comm.recipe import Recipe
-from ...trainer.policy.model import default_device, load_policy, load_tokenizer
+from ...relay.weights.layout import Layout
+from ...trainer.policy.model import Policy, default_device, load_policy, load_tokenizer
+from ...trainer.policy.tensor_parallel import splits_for
 from ..engine.engine import Engine
 from ..engine.sampling import SamplingParams
 from ..generators.builtin import engine_settings
@@ -32,6 +34,8 @@ class ServeOptions:
     keys: Sequence[str] = ()
     timeout_s: float = 600.0
     """Longest time of one request."""
+    receipt_key: bytes = b""
+    """Of the run that has trained the model (`relay.receipts`); empty for none."""
 
 
 class LocalServer:
@@ -46,10 +50,12 @@ class LocalServer:
         try:
             self.engine = open_engine(recipe)
             policy = self.engine.policy
+            digest = _digest_as_published(policy, recipe)
             tokenizer = load_tokenizer(recipe.model.path)  # the engine's is used in another thread
             model = ServedModel(options.name, policy.context, policy.vocab_size, tokenizer, recipe.data)
-            self.desk = Desk((1 + QUEUED) * self.engine.scheduler.max_running, version)
-            self.http = HttpThread(make_app(Front(model, self.desk, options.timeout_s), access), opened)
+            self.desk = Desk((1 + QUEUED) * self.engine.scheduler.max_running, version, digest)
+            front = Front(model, self.desk, options.timeout_s, options.receipt_key)
+            self.http = HttpThread(make_app(front, access), opened)
         except BaseException:
             opened.close()
             raise
@@ -67,6 +73,15 @@ class LocalServer:
     def close(self) -> None:
         """End the connections."""
         self.http.close()
+
+
+def _digest_as_published(policy: Policy, recipe: Recipe) -> str:
+    """The digest that a run has for these weights; empty for a run with an adapter, which publishes no whole weights."""
+    if recipe.lora.rank:
+        return ""
+    weights = policy.weights()
+    layout = Layout.of(weights, policy.dtype, recipe.rollout.tp, splits_for(weights, policy.config))
+    return layout.digest_of(weights)
 
 
 def open_engine(recipe: Recipe) -> Engine:

@@ -1,7 +1,8 @@
 """From the tokens of a generator to the JSON of an answer, in OpenAI's form. Nothing here does I/O.
 
-Each choice has, besides OpenAI's fields, `weight_version`: for each token of the response the version of the weights that drew it.
-With `return_token_ids` it has `token_ids`, and the answer has `prompt_token_ids`, as in vLLM.
+Each choice has, besides OpenAI's fields, `weight_version`: for each token of the response the version of the weights that drew it. Its
+end has `weight_digests`, the digest of each version, and of a run `receipt`. With `return_token_ids` it has `token_ids`, and the answer
+has `prompt_token_ids`, as in vLLM.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from ...relay.dataset.tool_calls import parse_calls
+from ...relay.receipts import Said, digests_used, tokens_digest
 from .desk import Piece, Ticket
 from .messages import Message
 from .requests import AnswerForm
@@ -44,6 +46,8 @@ class Answer:
     form: AnswerForm
     texts: TokenTexts
     parses_calls: bool = False
+    key: bytes = b""
+    """With which receipts are sealed; empty for none."""
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -63,15 +67,20 @@ class Answer:
         assert piece.end is not None
         choice: Json = {"index": piece.sample}
         reason = piece.end.finish_reason
+        text = ""
+        calls: Sequence[Json] = ()
         if self.kind == "chat.completion":
             message = messages[piece.sample]
             choice["message"] = chat_message(message)
             reason = finish_reason(piece, message)
+            text = choice["message"]["content"] or ""
+            calls = choice["message"].get("tool_calls", ())
         elif self.kind == "text_completion":
-            choice["text"] = piece.end.text
+            text = choice["text"] = piece.end.text
             if self.form.with_ids:
                 choice["prompt_token_ids"] = prompt_of(ticket, piece.sample)
-        return choice | {"finish_reason": reason, **self._tokens(piece)}
+        choice |= {"finish_reason": reason, **self._tokens(piece)}
+        return choice | self._certificate(ticket, [piece], reason, text, calls)
 
     # ------------------------------------------------------------------------------------------------------------ streams
 
@@ -86,22 +95,32 @@ class Answer:
         found = self._head(".chunk") | {"choices": [choice]}
         return found | ({"prompt_token_ids": ticket.prompts[0]} if self.form.with_ids else {})
 
-    def part(self, ticket: Ticket, piece: Piece, text: str, message: Message | None, *, is_first: bool) -> Json:
-        """New tokens of a response and the text that is certain by now. message: of a chat, the whole one with the last tokens."""
+    def part(self, ticket: Ticket, pieces: Sequence[Piece], texts: Sequence[str], message: Message | None) -> Json:
+        """The newest of a response's pieces, with the newest of its texts: what is certain by now.
+
+        message: of a chat, the whole one with the last tokens.
+        """
+        piece = pieces[-1]
+        text = texts[-1]
         choice: Json = {"index": piece.sample}
         reason = piece.end.finish_reason if piece.end else None
+        calls: Sequence[Json] = ()
         if self.kind == "chat.completion":
             delta: Json = {"content": text} if text else {}
             choice["delta"] = delta
             if message is not None:
                 reason = finish_reason(piece, message)
-                if calls := message.get("tool_calls"):
-                    delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls)]
+                if message.get("tool_calls"):
+                    calls = [{"index": i, **_call(call)} for i, call in enumerate(message["tool_calls"])]
+                    delta["tool_calls"] = calls
         else:
             choice["text"] = text
-            if self.form.with_ids and is_first:
+            if self.form.with_ids and len(pieces) == 1:
                 choice["prompt_token_ids"] = prompt_of(ticket, piece.sample)
-        return self._head(".chunk") | {"choices": [choice | {"finish_reason": reason, **self._tokens(piece)}]}
+        choice |= {"finish_reason": reason, **self._tokens(piece)}
+        if piece.end:
+            choice |= self._certificate(ticket, pieces, reason or "", "".join(texts), calls)
+        return self._head(".chunk") | {"choices": [choice]}
 
     def last(self, ticket: Ticket, pieces: Sequence[Piece]) -> Json:
         """The part with the numbers of tokens. pieces: the ends of all responses."""
@@ -125,6 +144,21 @@ class Answer:
             "weight_version": piece.versions,
         }
         return found | ({"token_ids": piece.token_ids} if self.form.with_ids else {})
+
+    def _certificate(
+        self, ticket: Ticket, pieces: Sequence[Piece], reason: str, text: str, calls: Sequence[Json]
+    ) -> Json:
+        """What the end of a choice says of the weights, with the receipt of all that was sent of it. pieces: of this response."""
+        versions = [version for piece in pieces for version in piece.versions]
+        found: Json = {"weight_digests": digests_used(pieces[-1].digests, versions)}
+        if not self.key:
+            return found
+        logprobs = [logprob for piece in pieces for logprob in piece.logprobs] if self.form.with_logprobs else None
+        sample = pieces[-1].sample
+        said = Said(self.id, sample, versions, found["weight_digests"], text, calls, reason, logprobs)
+        prompt = tokens_digest(prompt_of(ticket, sample))
+        tokens = tokens_digest(token for piece in pieces for token in piece.token_ids)
+        return found | {"receipt": said.receipt(self.key, prompt, tokens)}
 
     def _logprobs(self, piece: Piece) -> Json:
         names = [f"token_id:{token}" if self.form.names_ids else self.texts[token] for token in piece.token_ids]

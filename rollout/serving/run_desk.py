@@ -17,6 +17,7 @@ from typing import Any
 from ...comm.fleet import Fleet
 from ...comm.mailbox import Envelope, Mailbox
 from ...comm.messages import Message, ServedPiece, ServedPrompt, ServedSample, ServedTokens, ServeSequences, Stop
+from ...relay.receipts import note_digest
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion
 from ..engine.streams import stream_key
@@ -33,6 +34,8 @@ _TOGETHER = 8
 """Most responses to one prompt that are placed together."""
 _BUSIER = 4
 """A conversation stays with its rollout unless that one has twice as many sequences as another, and so many more."""
+_KNOWN_VERSIONS = 64
+"""Versions of each rollout whose digests are kept. Those of a sequence's tokens are noted when the tokens come."""
 _MESSAGE_TOKENS = 1 << 17
 """Most tokens of a message with several prompts."""
 
@@ -54,6 +57,8 @@ class _Open:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+    """Of the weights of these versions; "" for one that is not known, or that two rollouts had with other weights."""
 
 
 class RunDesk:
@@ -77,6 +82,8 @@ class RunDesk:
         """The incarnation of each living rollout."""
         self._versions: dict[str, int] = {}
         """The version that each rollout had when it last told something."""
+        self._digests: dict[str, dict[int, str]] = {}
+        """Of the versions that each rollout has had lately."""
         self._tickets: dict[Ticket, list[_Open]] = {}
         self._placed: dict[int, _Open] = {}
         self._waiting: list[_Open] = []
@@ -163,6 +170,7 @@ class RunDesk:
                 with self._lock:
                     self.version = max(self.version, message.version)
                     self._versions[envelope.sender] = message.version
+                    self._note_digest(envelope.sender, message)
                     pieces = [self._take(envelope.sender, piece) for piece in message.pieces]
                 by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Piece]]] = {}
                 for open_one, piece in filter(None, pieces):
@@ -183,10 +191,13 @@ class RunDesk:
         each.token_ids += piece.token_ids
         each.logprobs += piece.logprobs
         each.versions += piece.versions
+        known = self._digests.get(rollout, {})
+        for version in {*piece.versions}:
+            note_digest(each.digests, version, known.get(version, ""))
         if not piece.end:
             if not each.ticket.streams:
                 return None
-            return each, Piece(each.sample, piece.token_ids, piece.logprobs, piece.versions)
+            return each, Piece(each.sample, piece.token_ids, piece.logprobs, piece.versions, None, each.digests)
         del self._placed[each.number]
         self._tickets[each.ticket].remove(each)
         if piece.end == REFUSED:
@@ -196,8 +207,15 @@ class RunDesk:
         tokens = each.token_ids, each.logprobs
         end = Completion(each.number, each.prompt, *tokens, finish_reason=piece.end, text=piece.text)
         if each.ticket.streams:
-            return each, Piece(each.sample, piece.token_ids, piece.logprobs, piece.versions, end)
-        return each, Piece(each.sample, *tokens, each.versions, end)
+            return each, Piece(each.sample, piece.token_ids, piece.logprobs, piece.versions, end, each.digests)
+        return each, Piece(each.sample, *tokens, each.versions, end, each.digests)
+
+    def _note_digest(self, rollout: str, message: ServedTokens) -> None:
+        known = self._digests.setdefault(rollout, {})
+        known.pop(message.version, None)
+        known[message.version] = message.digest
+        if len(known) > _KNOWN_VERSIONS:
+            del known[next(iter(known))]
 
     def _look(self) -> None:
         """Notice rollouts that have come and gone: sequences of those that are gone go to others."""

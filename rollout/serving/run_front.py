@@ -14,6 +14,7 @@ from ...comm.mailbox import Mailbox
 from ...comm.messages import LeaseGrant, Message
 from ...comm.recipe import Recipe
 from ...relay.checkpoints import write_durably
+from ...relay.receipts import open_key
 from ...trainer.policy.model import load_policy, load_tokenizer
 from ..rewards.pool import open_rewards
 from .access import SERVE_FILE, Access, api_keys, serve_address
@@ -54,7 +55,7 @@ class RunFront:
             model = ServedModel(name, policy.context, policy.vocab_size, tokenizer, recipe.data)
             self._mailbox = fleet.open_mailbox(fleet.name)
             self.desk = RunDesk(fleet, self._mailbox, (1 + QUEUED) * recipe.generator.num_slots)
-            front = Front(model, self.desk, TIMEOUT_S)
+            front = Front(model, self.desk, TIMEOUT_S, open_key(Path(recipe.run.dir)))
             self._agents = (
                 _Agents(fleet, recipe, self._mailbox, front, access) if recipe.environment.is_served else None
             )

@@ -91,6 +91,8 @@ class ServedSide:
         """Kept tokens of those that were dropped when they had just ended: the next step returns them."""
         self._num_drawn = 0
         """Tokens of those that have ended or were dropped."""
+        self._digest = ""
+        """Of the generator's weights."""
         self._told_version = -1
         self._streamed_at = 0.0
         self._told_all_at = 0.0
@@ -153,8 +155,9 @@ class ServedSide:
         if refused:
             self._tell(refused)
 
-    def switched(self, version: int) -> None:
-        """The weights have changed: what is unfinished goes on under this version."""
+    def switched(self, version: int, digest: str = "") -> None:
+        """The weights have changed: what is unfinished goes on under this version. digest: of its weights."""
+        self._digest = digest
         for live in self._generator.unfinished():
             if (served := self._served.get(live.trajectory_id)) is not None:
                 served.switches.append((live.num_response, version))
@@ -216,12 +219,12 @@ class ServedSide:
         for piece in pieces:
             size = _TOKEN_BYTES * len(piece.token_ids) + 2 * len(piece.text.encode())
             if batch and num_bytes + size > _MESSAGE_BYTES:
-                self._mailbox.send(self._front, ServedTokens(self._incarnation, version, batch))
+                self._mailbox.send(self._front, ServedTokens(self._incarnation, version, batch, self._digest))
                 batch = []
                 num_bytes = 0
             batch.append(piece)
             num_bytes += size
-        self._mailbox.send(self._front, ServedTokens(self._incarnation, version, batch))
+        self._mailbox.send(self._front, ServedTokens(self._incarnation, version, batch, self._digest))
 
     def _drop(self, is_gone: Callable[[_Served], bool]) -> None:
         self._waiting = deque(served for served in self._waiting if not is_gone(served))

@@ -163,18 +163,20 @@ def serve(
     data: DataSettings = CHAT,
     version: int = 7,
     send_buffer: int = 0,
+    digest: str = "",
+    receipt_key: bytes = b"",
     more: Callable[[Front, Access], Sequence[Route]] = lambda front, access: (),
 ) -> Served:
     """A front on a generator, until the end of the test. The generator works in a thread of its own.
 
     more: routes beside those of the API. send_buffer: bytes that the kernel keeps for a client that does not read; 0 for its default.
     """
-    desk = Desk(most_samples, version)
+    desk = Desk(most_samples, version, digest)
     model = ServedModel("policy", context, vocab_size, tokenizer, data)
     opened = listen("127.0.0.1", 0)
     if send_buffer:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    front = Front(model, desk, timeout_s)
+    front = Front(model, desk, timeout_s, receipt_key)
     access = Access("127.0.0.1", keys)
     http_thread = HttpThread(make_app(front, access, more(front, access)), opened)
     is_ended = threading.Event()

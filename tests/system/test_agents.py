@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.agent import AgentClient, Agents
-from support.system import System
+from support.agent_run import AgentRun, two_turns
 
 pytest.importorskip("uvicorn")
 from headrace.relay.journal.events import Returned, RowFailed, RowReady
@@ -18,39 +18,8 @@ from headrace.trainer import reference_loop
 from headrace.trainer.replay.replay import replay_steps
 from headrace.trainer.step_log import StepReplay
 
-TEXT = "/v1/completions"
 
-
-class Served(System):
-    """A run with a front and agents."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        words = {"rollout.serve": "0", "environment.path": "serve", "reward.path": "", "run.steps": 4}
-        super().__init__(folder, **words | settings)
-
-    def agents(self, play: Any, number: int = 3) -> Agents:
-        """Agents, once the front has told its address."""
-        file = self.dir / SERVE_FILE
-        self.until(file.exists)
-        url = json.loads(file.read_text())["url"]
-        return Agents(AgentClient(int(url.rpartition(":")[2])), play).start(number)
-
-
-def two_turns(client: AgentClient, claimed: Any) -> dict[str, Any]:
-    """A turn, an answer to it, and another turn; the reward is the share of the letter a."""
-    prompt = claimed["row"]["prompt"]
-    body = {"model": claimed["model"], "max_tokens": 3}
-    first = client.call(claimed, TEXT, {**body, "prompt": prompt, "return_token_ids": True})
-    assert first.status == 200, first.body
-    (choice,) = first.body["choices"]
-    tokens = [*choice["prompt_token_ids"], *choice["token_ids"]]
-    second = client.call(claimed, TEXT, {**body, "prompt": [*tokens, 5, 6]})
-    assert second.status == 200, second.body
-    text = choice["text"] + second.body["choices"][0]["text"]
-    return {"reward": text.count("a") / 6}
-
-
-def run_with(system: Served, play: Any, num_rollouts: int = 2) -> tuple[dict[str, Any], Agents]:
+def run_with(system: AgentRun, play: Any, num_rollouts: int = 2) -> tuple[dict[str, Any], Agents]:
     system.start_all(num_rollouts)
     system.start("front", run_front.run)
     agents = system.agents(play)
@@ -66,7 +35,7 @@ def run_with(system: Served, play: Any, num_rollouts: int = 2) -> tuple[dict[str
     ids=str,
 )
 def test_agents_train_a_run_and_every_row_is_accounted_for(tmp_path: Path, settings: dict[str, Any]):
-    system = Served(tmp_path, **{"run.save_rows": "all", "sampling.max_new_tokens": 20} | settings)
+    system = AgentRun(tmp_path, **{"run.save_rows": "all", "sampling.max_new_tokens": 20} | settings)
     summary, agents = run_with(system, two_turns)
     assert summary["status"] == "finished" and summary["steps"] == 4
     assert summary["accounting"]["holds"] and summary["tokens"]["holds"]
@@ -94,7 +63,7 @@ def branching(client: AgentClient, claimed: Any) -> dict[str, Any]:
 def test_branches_are_trained_with_the_advantage_of_their_conversation(tmp_path: Path):
     """A replay repeats the steps bit for bit, from rows that keep their branches."""
     settings = {"run.save_rows": "all", "sampling.max_new_tokens": 20, "trainer.prefix_tree": "true"}
-    system = Served(tmp_path, **settings)
+    system = AgentRun(tmp_path, **settings)
     summary, _ = run_with(system, branching)
     assert summary["accounting"]["holds"] and summary["tokens"]["holds"]
     assert summary["tokens"]["trained"] == 4 * 2 * 2 * 12, "each drawn token once"
@@ -121,7 +90,7 @@ def hangs_and_breaks(client: AgentClient, claimed: Any) -> dict[str, Any]:
 
 def test_agents_that_fail_cost_their_own_samples_alone(tmp_path: Path):
     settings = {"environment.timeout_s": 0.5, "batch.samples_per_prompt": 4, "sampling.max_new_tokens": 20}
-    system = Served(tmp_path, **settings)
+    system = AgentRun(tmp_path, **settings)
     summary, _ = run_with(system, hangs_and_breaks)
     assert summary["steps"] == 4 and summary["accounting"]["holds"] and summary["tokens"]["holds"]
     failed = {event.reason: event for event in system.events() if isinstance(event, RowFailed)}
@@ -141,7 +110,7 @@ class FrontDied(Exception):
 
 def test_a_front_that_dies_gives_its_samples_to_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Conversations are lost with it, rows that it has written are not, and no sample is lost or trained twice."""
-    system = Served(tmp_path, **{"sampling.max_new_tokens": 20, "run.steps": 6})
+    system = AgentRun(tmp_path, **{"sampling.max_new_tokens": 20, "run.steps": 6})
     system.start_all(2)
     fleet = system.start("front", dying_front)
     agents = system.agents(two_turns)
@@ -184,7 +153,7 @@ def dying_front(fleet: Any, recipe: Any) -> None:
 def test_reward_functions_add_theirs_and_the_reference_computes_branches_alone(tmp_path: Path):
     """Before the first step the reference is the policy, so that the log-probs of its branches are those of the rollouts."""
     words = {"reward.path": f"{tmp_path / 'rewards.py'}:reward", "algorithm.kl_coef": 0.1, "roles.reference": 1}
-    system = Served(tmp_path, **words | {"run.save_rows": "all", "sampling.max_new_tokens": 20, "run.steps": 2})
+    system = AgentRun(tmp_path, **words | {"run.save_rows": "all", "sampling.max_new_tokens": 20, "run.steps": 2})
     system.start("reference", reference_loop.run)
     summary, _ = run_with(system, lambda client, claimed: {"reward": branching(client, claimed)["reward"] + 10})
     assert summary["accounting"]["holds"] and summary["tokens"]["holds"]

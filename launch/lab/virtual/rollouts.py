@@ -93,7 +93,10 @@ class VirtualTransfers:
 
     def send(self, to: Member, request_id: int, rows: Sequence[MovedRow]) -> Parcel:
         """Copies the leases, since both ends change theirs."""
-        copies = [MovedRow(replace(row.held, switches=[*row.held.switches]), row.state) for row in rows]
+        copies = [
+            MovedRow(replace(row.held, switches=[*row.held.switches], digests={**row.held.digests}), row.state)
+            for row in rows
+        ]
         parcel = self.parcels[self._name, request_id] = Parcel(copies)
         return parcel
 

@@ -4,7 +4,7 @@ A turn whose prompt begins with all tokens of a branch, exactly, continues it: w
 A turn that continues no branch begins one. So each drawn token is in one branch, behind exactly the tokens that the policy had read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ class Turn:
     text: str = ""
     messages: Sequence[dict[str, Any]] = ()
     """Of a chat: those of the request, and the answer."""
+    digests: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Of the weights of its versions."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.token_ids:

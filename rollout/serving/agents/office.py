@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from ....comm.recipe import Recipe
 from ....comm.recipe.run import REWARD_STATISTICS
+from ....relay.receipts import digests_used, seal
 from ...engine.sequence import Completion
 from ...leased_row import LARGEST, LeasedRow
 from ..desk import Piece
@@ -280,6 +281,9 @@ class AgentOffice:
         status = "open" if not conversation.outcome else "failed" if "failure" in conversation.outcome else "ended"
         found: Json = {
             "id": conversation.id,
+            "prompt": conversation.held.row_id.prompt,
+            "sample": conversation.held.row_id.sample,
+            "attempt": conversation.held.attempt,
             "status": status,
             "turns": turns.num_turns,
             "drawn_tokens": turns.num_drawn,
@@ -297,6 +301,12 @@ class AgentOffice:
         }
         shown = {name: value for name, value in conversation.outcome.items() if name != "asked"}
         return found | shown
+
+    def _sealed(self, state: Json, digests: Mapping[int, str]) -> Json:
+        """The state of a conversation that has ended, with its receipt. digests: of the weights of its tokens' versions."""
+        found = state | {"weight_digests": digests_used(digests, digests)}
+        key = self._front.receipt_key
+        return found | ({"receipt": seal(key, found)} if key else {})
 
     def _await_call(self, conversation: OpenConversation) -> None:
         """Note that the agent has the word, and fail it if it keeps that for too long."""
@@ -333,7 +343,7 @@ class AgentOffice:
                 held, conversation.turns, conversation.seconds, outcome.get("reward", 0.0), tokenizer.decode
             )
         self._samples.finish(held, completion, failure)
-        conversation.state_at_end = self.state(conversation)
+        conversation.state_at_end = self._sealed(self.state(conversation), held.digests)
         conversation.front = self._front  # its memory is not needed any more
         conversation.forget_tokens()
         while len(self._known) - self._num_open > REMEMBERED:
@@ -359,7 +369,8 @@ def turns_of(work: Work) -> Sequence[Turn]:
         messages = [*work.chat.messages, message] if work.chat is not None and message is not None else ()
         prompt = work.ticket.prompts[sample // work.ticket.params[0].n]
         reason = end.finish_reason if end is not None else "stop"
-        found.append(Turn(prompt, token_ids, logprobs, versions, reason, end.text if end else "", messages))
+        text = end.text if end else ""
+        found.append(Turn(prompt, token_ids, logprobs, versions, reason, text, messages, pieces[-1].digests))
     return found
 
 

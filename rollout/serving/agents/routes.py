@@ -69,16 +69,12 @@ def _claim(office: AgentOffice) -> Handler:
 
 def _claimed(request: Request, office: AgentOffice, found: OpenConversation) -> dict[str, Any]:
     url = f"{str(request.base_url).rstrip('/')}{ROOT}/{found.id}"
-    row_id = found.held.row_id
     return office.state(found) | {
         "url": url,
         "base_url": f"{url}/v1",
         "api_key": found.key,
         "model": found.front.model.name,
         "row": found.held.row,
-        "prompt": row_id.prompt,
-        "sample": row_id.sample,
-        "attempt": found.held.attempt,
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from ....relay.receipts import note_digest
 from ...engine.sequence import Completion
 from ...environments.base import Episode, Messages
 from ...leased_row import LeasedRow
@@ -55,6 +56,10 @@ def completed(
     held.starts = starts
     held.has_own_prompt = True
     held.version = versions[0]
+    held.digests = {}
+    for turn in (turn for branch in conversation.branches for turn in branch.turns):
+        for version in {*turn.versions}:
+            note_digest(held.digests, version, turn.digests.get(version, ""))
     changes = enumerate(pairwise(versions), start=len(first.prompt_ids) + 1)
     held.switches = [(position, new) for position, (old, new) in changes if new != old]
     held.episode = _episode(conversation, inserted, seconds, reward, decode)

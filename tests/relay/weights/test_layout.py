@@ -69,6 +69,18 @@ def test_another_model_or_dtype_is_another_layout():
         layouts[0].check(layouts[1].fingerprint, "relay-0")
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_digest_of_tensors_is_that_of_the_buffer_that_they_would_fill(tp: int):
+    torch.manual_seed(1)
+    large = {"wide": torch.randn(GRID_BYTES // 16, 6), "long": torch.randn(GRID_BYTES // 2 + 3), **tensors()}
+    layout = Layout.of(large, torch.float32, tp, {"wide": TensorSplit(1)} if tp > 1 else None)
+    buffer = np.zeros(layout.num_bytes, np.uint8)
+    layout.write(large, buffer)
+    assert layout.digest_of(large) == layout.digest(buffer)
+    large["norm"][0] += 1
+    assert layout.digest_of(large) != layout.digest(buffer)
+
+
 def test_the_digest_sees_every_chunk():
     buffer = np.zeros(2 * GRID_BYTES + 100, np.uint8)
     before = {digest(buffer)}
