@@ -50,7 +50,7 @@ def row_receipt(columns: Mapping[str, np.ndarray]) -> str:
 
 
 def tokens_digest(token_ids: Iterable[int]) -> str:
-    """The digest of tokens, as a receipt has it."""
+    """The digest of tokens, as a receipt has it, or of other whole numbers."""
     return _digest(array("q", token_ids).tobytes())
 
 
@@ -78,7 +78,13 @@ class Said(NamedTuple):
     def receipt(self, key: bytes, prompt: str, tokens: str) -> str:
         """The receipt. prompt, tokens: their digests."""
         calls = [[call["id"], call["function"]["name"], call["function"]["arguments"]] for call in self.calls]
-        content = {**self._asdict(), "calls": calls, "prompt": prompt, "tokens": tokens}
+        logprobs = (
+            "" if self.logprobs is None else _digest(array("d", (each + 0.0 for each in self.logprobs)).tobytes())
+        )
+        content = {
+            **self._asdict(), "versions": tokens_digest(self.versions), "logprobs": logprobs, "calls": calls,
+            "prompt": prompt, "tokens": tokens,
+        }  # fmt: skip
         return f"{prompt}.{tokens}.{seal(key, content)}"
 
 
