@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import cache
 from importlib import import_module
@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ...comm.errors import PeerGone, SettingError
+from ..user_code.keys import KeyedAddress
 
 CONNECT_S = 30.0
 """Longest time until a server is connected and has told its tools."""
@@ -65,6 +66,7 @@ class McpServer:
     def __init__(self, address: str) -> None:
         """address: what follows `mcp:`. Raises `SettingError` if the server cannot be used."""
         self._address = address
+        self._connect = _transport_of(address)
         self._owner: asyncio.Task[None] | None = None
         self._session: Any = None
         self._is_doubtful = False
@@ -176,7 +178,7 @@ class McpServer:
         """Hold a connection until it breaks, or until `closing`."""
         try:
             async with AsyncExitStack() as stack:
-                streams = await stack.enter_async_context(_transport(self._address))
+                streams = await self._connect(stack)
                 session_class = import_module("mcp.client.session").ClientSession
                 session = await stack.enter_async_context(session_class(*streams[:2]))
                 await session.initialize()
@@ -211,13 +213,24 @@ async def _ended(owner: "asyncio.Task[None]") -> None:
     owner.cancel()
 
 
-def _transport(address: str) -> Any:
-    """The streams to a server, as an async context."""
-    if address.startswith(("http://", "https://")):
-        return import_module("mcp.client.streamable_http").streamable_http_client(address)
-    stdio: Any = import_module("mcp.client.stdio")
-    command, *arguments = shlex.split(address)
-    return stdio.stdio_client(stdio.StdioServerParameters(command=command, args=arguments, env=dict(os.environ)))
+def _transport_of(address: str) -> Callable[[AsyncExitStack], Awaitable[Any]]:
+    """Opens the streams to a server, which a stack then holds. Raises `SettingError` for an address that cannot be used."""
+    keyed = KeyedAddress.of("environment.tools", address) if address.startswith(("http://", "https://")) else None
+
+    async def connect(stack: AsyncExitStack) -> Any:
+        if keyed is None:
+            stdio: Any = import_module("mcp.client.stdio")
+            command, *arguments = shlex.split(address)
+            parameters = stdio.StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+            return await stack.enter_async_context(stdio.stdio_client(parameters))
+        client = None
+        if keyed.headers:
+            make: Any = import_module("mcp.shared._httpx_utils").create_mcp_http_client  # it follows no redirect
+            client = await stack.enter_async_context(make(headers=keyed.headers))
+        http: Any = import_module("mcp.client.streamable_http")
+        return await stack.enter_async_context(http.streamable_http_client(keyed.url, http_client=client))
+
+    return connect
 
 
 def _error_class() -> type[Exception]:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from zlib import crc32
 
 from ...comm.errors import SettingError
+from ..user_code.keys import KeyedAddress
 from .actions import ActionForm, WrongAction, observation_text
 from .base import StepResult
 
@@ -41,7 +42,8 @@ class OpenEnvServer:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         """timeout_s: longest time of one call."""
-        parts = urlsplit(url.rstrip("/"))
+        address = KeyedAddress.of("environment.path", url)
+        parts = urlsplit(address.url.rstrip("/"))
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise SettingError(
                 f"environment.path: openenv:{url} needs an address such as openenv:http://localhost:8000"
@@ -52,14 +54,18 @@ class OpenEnvServer:
             )
         self.url = parts.geturl()
         self.socket_url = parts._replace(scheme={"http": "ws", "https": "wss"}[parts.scheme]).geturl() + "/ws"
+        self.headers = address.headers
         self.timeout_s = timeout_s
         self._form: ActionForm | None = None
 
     def read_form(self) -> ActionForm:
         """The form of the actions, which the server tells once. Raises `SettingError` if it does not, or if it cannot be used."""
         if self._form is None:
+            request = urllib.request.Request(f"{self.url}/schema")
+            for name, value in self.headers.items():
+                request.add_unredirected_header(name, value)  # a key is for this server alone
             try:
-                with urllib.request.urlopen(f"{self.url}/schema", timeout=min(SCHEMA_S, self.timeout_s)) as answer:
+                with urllib.request.urlopen(request, timeout=min(SCHEMA_S, self.timeout_s)) as answer:
                     schema = json.loads(answer.read(MAX_MESSAGE))["action"]
             except (OSError, ValueError, LookupError, TypeError) as error:
                 reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -126,7 +132,12 @@ class OpenEnvironment:
         until = time.monotonic() + FULL_SHARE * server.timeout_s
         while True:
             try:
-                self._socket = await connect(server.socket_url, open_timeout=server.timeout_s, max_size=MAX_MESSAGE)
+                self._socket = await connect(
+                    server.socket_url,
+                    additional_headers=server.headers,
+                    open_timeout=server.timeout_s,
+                    max_size=MAX_MESSAGE,
+                )
             except (OSError, _exceptions().WebSocketException) as error:
                 raise ConnectionError(
                     f"the OpenEnv server {server.url} has no session for the trajectory: {error}"

@@ -6,7 +6,6 @@ Options follow `#` as in a URL's query, and are not part of the address: `key` n
 
 import asyncio
 import json
-import os
 import random
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from ...comm.errors import SettingError
+from ..user_code.keys import password_problem, read_key
 from .function import OWN
 
 JUDGE = "judge+"
@@ -65,10 +65,7 @@ class Address(NamedTuple):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingError(f"reward.path: {path} is not of the form [judge+]http[s]://HOST[:PORT]/PATH")
         if parts.username or parts.password:
-            raise SettingError(
-                f"reward.path: the address of {parts.hostname} holds a password, which config.yaml would keep; put it into an"
-                " environment variable and name that one with #key=VARIABLE"
-            )
+            raise SettingError(f"reward.path: {password_problem(parts)}")
         options = dict(parse_qsl(parts.fragment, keep_blank_values=True))
         return Address(SplitResult(*parts[:4], "").geturl(), options)
 
@@ -83,13 +80,7 @@ class Endpoint:
         self._timeout_s = timeout_s - min(1.0, timeout_s / 10)
         self._key = ""
         if (variable := address.options.get("key")) is not None:
-            self._key = os.environ.get(variable, "").strip()
-            if not self._key:
-                raise SettingError(f"reward.path: key={variable}, but the environment variable {variable} is not set")
-            if not (self._key.isascii() and self._key.isprintable()):
-                raise SettingError(
-                    f"reward.path: key={variable}: a key has printable ASCII characters alone, and {variable} has others"
-                )
+            self._key = read_key("reward.path", variable)
         is_local = urlsplit(self._url).hostname in _LOCAL
         self._opener = urllib.request.build_opener(
             _NoRedirects, *([urllib.request.ProxyHandler({})] if is_local else [])

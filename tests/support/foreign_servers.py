@@ -14,7 +14,27 @@ from pathlib import Path
 
 from support.polling import wait_for
 
-PRODUCTS = '''
+_GUARD = '''
+import os
+
+def guarded(app):
+    """The application for those who show the token in SERVER_TOKEN, if that is set."""
+    expected = f"Bearer {os.environ['SERVER_TOKEN']}".encode() if "SERVER_TOKEN" in os.environ else None
+
+    async def check(scope, receive, send):
+        if expected is None or scope["type"] == "lifespan" or dict(scope["headers"]).get(b"authorization") == expected:
+            return await app(scope, receive, send)
+        if scope["type"] == "websocket":
+            await receive()
+            return await send({"type": "websocket.close", "code": 1008})
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"no token"})
+
+    return check
+'''
+PRODUCTS = (
+    _GUARD
+    + '''
 """An OpenEnv server. A task is a product of two numbers; an action is a product to be computed, or the answer."""
 import re, sys
 from random import Random
@@ -52,9 +72,12 @@ class Products(Environment):
         return State()
 
 app = create_fastapi_app(Products, Say, Told, max_concurrent_envs=int(sys.argv[2]))
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+uvicorn.run(guarded(app), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 '''
-TOOLS = '''
+)
+TOOLS = (
+    _GUARD
+    + '''
 """An MCP server, over its standard streams or at a port."""
 import os, sys, time
 try:
@@ -92,8 +115,13 @@ def die() -> str:
     """End the server."""
     os._exit(1)
 
-server.run(*(["streamable-http"] if len(sys.argv) > 1 else ["stdio"]), **place)
+if "SERVER_TOKEN" in os.environ:
+    import uvicorn
+    uvicorn.run(guarded(server.streamable_http_app()), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+else:
+    server.run(*(["streamable-http"] if len(sys.argv) > 1 else ["stdio"]), **place)
 '''
+)
 
 TASKSET = '''
 """A taskset of products, with a harness of two turns."""

@@ -1,4 +1,4 @@
-"""A server on a free port that answers POST requests as a test says, and keeps what it was asked."""
+"""A server on a free port that answers requests as a test says, and keeps what it was asked."""
 
 import json
 import threading
@@ -24,13 +24,18 @@ class Served:
 
 @contextmanager
 def serving(answer: Callable[[int, Any], Answer]) -> Iterator[Served]:
-    """Serve until the body ends; `answer` gets the number of the request, from 0, and its JSON."""
+    """Serve until the body ends; `answer` gets the number of the request, from 0, and its JSON, None of a GET."""
     served = Served()
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, body: Any) -> None:
             with lock:
                 number = len(served.bodies)
                 served.paths.append(self.path)

@@ -17,6 +17,7 @@ from headrace.launch.recipes.tiny_policy import build_policy
 
 pytestmark = pytest.mark.extra
 STEPS = 24
+TOKEN = "sesame-of-the-server"
 RECIPE = {
     "run.steps": STEPS,
     "roles.rollout": 1,
@@ -55,6 +56,25 @@ def check_learned(job: Job, steps: int = STEPS) -> None:
     assert len(rewards) == steps
     assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.15, rewards
     assert max(line.get("turns/mean", 0) for line in lines) > 1.3, "the policy talks to the server"
+
+
+def test_the_tokens_of_servers_are_in_no_file_and_no_line_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("openenv")
+    build_policy(tmp_path / "policy", "0123456789*=\n", openenv_example, seed=0, num_steps=1)
+    data = tmp_path / "tasks.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "=", "seed": i}) + "\n" for i in range(64)))
+    monkeypatch.setenv("SERVER_TOKEN", TOKEN)
+    with serving(tmp_path, PRODUCTS, "256") as server:
+        monkeypatch.delenv("SERVER_TOKEN")
+        monkeypatch.setenv("ENV_KEY", TOKEN)
+        job = Job(tmp_path, **RECIPE | {"run.steps": 2, "run.save_rows": "all"})
+        job.settings |= {"model.path": tmp_path / "policy", "data.path": data, "reward.path": ""}
+        job.start(**{"environment.path": f"openenv:{server.url}#key=ENV_KEY"})
+        code, output = job.end()
+    assert code == 0 and TOKEN not in output, output
+    files = [path for path in job.dir.rglob("*") if path.is_file()]
+    assert "key=ENV_KEY" in (job.dir / "config.yaml").read_text() and len(files) > 10
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
 
 def test_a_policy_learns_in_the_sessions_of_an_openenv_server(tmp_path: Path):

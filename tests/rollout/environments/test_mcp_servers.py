@@ -139,3 +139,25 @@ def test_two_tools_of_one_name_are_refused(command: str, tmp_path: Path):
         pytest.raises(SettingError, match="two tools .* name calc"),
     ):
         called(pool, 1)
+
+
+def test_a_server_that_demands_a_token_gets_the_one_that_the_address_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    token = "sesame-of-the-server"
+    monkeypatch.setenv("SERVER_TOKEN", token)
+    with serving(tmp_path, TOOLS) as server:
+        monkeypatch.delenv("SERVER_TOKEN")
+        entry = f"mcp:{server.url}/mcp#key=TOOLS_KEY"
+        for key, told in (("", "TOOLS_KEY is not set"), ("wrong", "cannot be used")):
+            monkeypatch.setenv("TOOLS_KEY", key)
+            with pytest.raises(SettingError, match=f"^environment.tools: .*{told}"):
+                tool_schemas(EnvironmentSettings(tools=(entry,)))
+        monkeypatch.setenv("TOOLS_KEY", token)
+        schemas = tool_schemas(EnvironmentSettings(tools=(entry,)))
+        assert schemas is not None and "calc" in {each["function"]["name"] for each in schemas}
+        with asking(entry) as pool:
+            assert called(pool, 1, "<calc>37*48</calc>").step.observation == "<result>1776</result>"
+            server.kill()
+            lost = called(pool, 2, "<calc>37*48</calc>")
+            assert lost.failure and token not in lost.failure

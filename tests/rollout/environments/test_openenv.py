@@ -136,3 +136,44 @@ def test_what_does_not_answer_as_an_openenv_server_is_told(server: Served):
         OpenEnvServer(server.url, 1).read_form()
     with answering(lambda number, body: (200, {})) as other, pytest.raises(SettingError, match="does not answer as an"):
         OpenEnvServer(other.url, 1).read_form()
+
+
+TOKEN = "sesame-of-the-server"
+
+
+def test_a_server_that_demands_a_token_gets_the_one_that_the_address_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SERVER_TOKEN", TOKEN)
+    with serving(tmp_path, PRODUCTS, "4") as server:
+        monkeypatch.delenv("SERVER_TOKEN")
+        path = f"openenv:{server.url}#key=ENV_KEY"
+        with pytest.raises(SettingError, match=r"^environment.path: .*the environment variable ENV_KEY is not set"):
+            OpenEnvServer(path.removeprefix("openenv:"), 5)
+        for key, told in (("wrong", "Unauthorized"), ("ke\ny", "printable ASCII")):
+            monkeypatch.setenv("ENV_KEY", key)
+            with pytest.raises(SettingError, match=told) as caught:
+                OpenEnvServer(path.removeprefix("openenv:"), 5).read_form()
+            assert key not in str(caught.value)
+        monkeypatch.setenv("ENV_KEY", TOKEN)
+        pool = EnvironmentPool(EnvironmentSettings(path=path, timeout_s=5)).start()
+        try:
+            (start,) = begun(pool, {"prompt": "=", "factors": [12, 11]})
+            assert stepped(pool, start, ["132"], []).step.reward == 1
+            server.kill()
+            lost = begun(pool, {"prompt": "="})[0]
+            assert "has no session for the trajectory" in lost.failure and TOKEN not in lost.failure
+        finally:
+            pool.close()
+
+
+def test_a_key_is_not_sent_where_a_server_redirects(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ENV_KEY", TOKEN)
+    with (
+        answering(lambda number, body: (200, {})) as other,
+        answering(lambda number, body: (302, {}, {"Location": f"{other.url}/schema"})) as server,
+        pytest.raises(SettingError, match="does not answer as an OpenEnv server"),
+    ):
+        OpenEnvServer(f"{server.url}#key=ENV_KEY", 5).read_form()
+    assert server.headers[0]["Authorization"] == f"Bearer {TOKEN}"
+    assert other.paths == ["/schema"] and "Authorization" not in other.headers[0]
