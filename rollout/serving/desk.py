@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -46,6 +47,12 @@ class ServedGenerator(Protocol):
     def export_sequences(self, trajectory_ids: Sequence[int], with_cache: bool = False) -> list[SequenceState]:
         """Remove unfinished trajectories."""
         ...
+
+
+GATHER_S = 0.05
+"""Longest time in which requests that arrive together are gathered."""
+_LOOP_TURNS = 4
+"""Turns of an event loop from a new connection to its request at the desk: accepted, read, parsed, submitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +191,8 @@ class Desk:
 
     def turn(self, generator: ServedGenerator, wait_s: float) -> None:
         """Begin and drop sequences, then take a step of the generator; where it has none, wait for a request so long."""
+        if self._new and generator.idle:
+            self._gather()
         self.admit(generator)
         if generator.idle:
             self._has_work.wait(wait_s)
@@ -194,6 +203,14 @@ class Desk:
     def num_served(self) -> int:
         """Sequences of requests in the generator."""
         return len(self._served)
+
+    def _gather(self) -> None:
+        """Wait for the requests that are on their way: a batch costs hardly more than the first of them alone."""
+        assert self._loop is not None
+        is_quiet = threading.Event()
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(once_quiet, self._loop, lambda: len(self._new), is_quiet.set)
+            is_quiet.wait(2 * GATHER_S)
 
     def admit(self, generator: ServedGenerator) -> None:
         """Drop what was cancelled, and begin what is new."""
@@ -252,6 +269,25 @@ class Desk:
         generator.export_sequences(
             [live.trajectory_id for live in generator.unfinished() if live.trajectory_id in numbers]
         )
+
+
+def once_quiet(loop: asyncio.AbstractEventLoop, count: Callable[[], int], then: Callable[[], object]) -> None:
+    """Call `then` once a few turns of the loop have brought no new request, at most `GATHER_S` from now. In the loop's thread.
+
+    count: of the requests so far. While the loop has nothing else to do, its turns take no time.
+    """
+    until = loop.time() + GATHER_S
+
+    def turn(num_left: int, known: int) -> None:
+        found = count()
+        if found != known:
+            num_left = _LOOP_TURNS
+        if num_left and loop.time() < until:
+            loop.call_soon(turn, num_left - 1, found)
+        else:
+            then()
+
+    turn(_LOOP_TURNS, count())
 
 
 def check_room(ticket: Ticket, num_samples: int, most_samples: int) -> None:

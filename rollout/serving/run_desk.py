@@ -21,7 +21,7 @@ from ...relay.receipts import note_digest
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import Completion
 from ..engine.streams import stream_key
-from .desk import Piece, Ticket, check_room, spread
+from .desk import Piece, Ticket, check_room, once_quiet, spread
 from .fields import RequestRefused
 from .prefix_homes import PrefixHomes
 from .served_side import REFUSED, SERVES
@@ -87,6 +87,8 @@ class RunDesk:
         self._tickets: dict[Ticket, list[_Open]] = {}
         self._placed: dict[int, _Open] = {}
         self._waiting: list[_Open] = []
+        self._is_gathering = False
+        """Whether requests that arrive together are being gathered, to go to the rollouts together."""
         self._numbers = itertools.count(fleet.incarnation << 32)
         self._homes = PrefixHomes()
         self._looked_at = 0.0
@@ -114,6 +116,13 @@ class RunDesk:
                     fresh.append(_Open(ticket, loop, len(fresh), prompt, one, stream_key(params.seed, stream)))
             self._tickets[ticket] = [*fresh]
             self._waiting += fresh
+        if not self._is_gathering:
+            self._is_gathering = True
+            once_quiet(loop, lambda: len(self._waiting), self._place_gathered)
+
+    def _place_gathered(self) -> None:
+        self._is_gathering = False
+        with self._lock:
             self._place()
 
     def release(self, ticket: Ticket) -> None:

@@ -61,7 +61,8 @@ CATALOGUE = (
     Workload("natural-bf16", "instruct", "instruct.natural", f"a chat model (--policy), responses of natural length: {_PEERS}"),
     Workload("natural-fp32", "instruct", "instruct.natural", "the same in float32"),
     Workload("serving", "generator", "serving.serving",
-             "64 clients of `headrace serve` (--policy): CPU time of a token over Engine.generate's", ("serving", "serving-stream")),
+             "clients of `headrace serve` and of a run (--policy, --clients, --tokens): CPU time of a token over Engine.generate's",
+             tuple(f"{way}{part}" for way in ("serving", "serving-stream", "serving-run", "serving-run-stream") for part in ("", "-engine"))),
     Workload("0.5b-bf16-gpu", *_GENERATOR, f"0.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("1.5b-bf16-gpu", *_GENERATOR, f"1.5B policy, 1024 requests on a GPU: {_PEERS}"),
     Workload("trainer-step", "trainer", "trainer.beside_trl",
@@ -187,6 +188,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kill", type=int, default=defaults.kill, help="members whose hosts are killed at once (members)"
     )
+    parser.add_argument("--clients", type=int, default=defaults.clients, help="that ask at the same time (serving)")
+    parser.add_argument("--tokens", type=int, default=defaults.tokens, help="of each answer (serving)")
     parser.add_argument("--expiry-s", type=float, default=defaults.expiry_s, help="comm.expiry_s (members)")
     return parser
 

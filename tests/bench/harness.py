@@ -45,6 +45,8 @@ class Options:
     members: int = 9
     kill: int = 100
     expiry_s: float = 10.0
+    clients: int = 64
+    tokens: int = 16
 
 
 class Measurement(msgspec.Struct, frozen=True):

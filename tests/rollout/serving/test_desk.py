@@ -1,12 +1,14 @@
 """Requests and tokens between two threads: none is lost, and none outlives its client."""
 
 import asyncio
+import itertools
+from collections import deque
 
 import pytest
 from support.served import ScriptedGenerator
 
 from headrace.rollout import SamplingParams
-from headrace.rollout.serving.desk import Desk, Piece, Ticket
+from headrace.rollout.serving.desk import GATHER_S, Desk, Piece, Ticket, once_quiet
 from headrace.rollout.serving.fields import RequestRefused
 
 
@@ -74,6 +76,42 @@ def test_a_released_request_leaves_the_generator_whenever_it_is_released(num_tur
         desk.turn(generator, 0)
         assert generator.idle and desk.num_served == desk.num_samples == 0
         assert generator.num_steps == steps
+
+    run(work)
+
+
+def test_requests_that_arrive_together_begin_together():
+    """A generator that decodes the first alone, and the others behind it, takes more steps."""
+
+    async def work() -> None:
+        generator = ScriptedGenerator()
+        desk = Desk(8)
+        asked = [ticket() for _ in range(5)]
+
+        async def arrive(num_turns: int, each: Ticket) -> None:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            desk.submit(each)
+
+        def generate() -> None:
+            while any(each._pieces == deque() for each in asked):
+                desk.turn(generator, 0.01)
+
+        arrivals = [asyncio.ensure_future(arrive(3 * i, each)) for i, each in enumerate(asked)]
+        await asyncio.gather(*arrivals, asyncio.get_running_loop().run_in_executor(None, generate))
+        assert generator.num_steps == 3
+
+    run(work)
+
+
+def test_requests_without_an_end_hold_nobody_up():
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        is_called = asyncio.Event()
+        started = loop.time()
+        once_quiet(loop, itertools.count().__next__, is_called.set)
+        await is_called.wait()
+        assert GATHER_S <= loop.time() - started < 100 * GATHER_S
 
     run(work)
 

@@ -58,8 +58,8 @@ class Play:
     def numbers(self, index: int) -> list[int]:
         return [sample.number for prompt in self.begun(index) for sample in prompt.samples]
 
-    def answer(self, index: int, *pieces: ServedPiece, version: int = 0, front: int = FRONT) -> None:
-        self.boxes[index].send("front-0", ServedTokens(front, version, [*pieces]))
+    def answer(self, index: int, *pieces: ServedPiece, version: int = 0, front: int = FRONT, digest: str = "") -> None:
+        self.boxes[index].send("front-0", ServedTokens(front, version, [*pieces], digest))
         self.look()
 
 
@@ -100,6 +100,43 @@ def test_a_request_gets_tokens_with_their_versions_and_its_end():
         assert play.desk.version == 4 and play.desk.num_samples == 1
         play.desk.release(asked)
         assert play.desk.num_samples == 0
+
+    asyncio.run(run())
+
+
+def test_requests_that_arrive_together_go_out_in_one_message():
+    async def run() -> None:
+        play = Play(1)
+        for seed in range(6):
+            play.desk.submit(ticket(seed=seed))
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert play.desk._is_gathering is False
+        envelope = play.boxes[0].receive(0.0)
+        assert envelope is not None and isinstance(envelope.message, ServeSequences)
+        assert sum(len(prompt.samples) for prompt in envelope.message.begin) == 6
+        assert play.boxes[0].receive(0.0) is None
+
+    asyncio.run(run())
+
+
+def test_a_digest_goes_with_each_version_and_two_weights_of_one_number_have_none():
+    async def run() -> None:
+        play = Play(2)
+        asked = ticket()
+        play.desk.submit(asked)
+        (number,) = play.numbers(0)
+        play.answer(0, version=3, digest="d3")
+        play.answer(0, piece(number, 0, [7], version=3), version=3, digest="d3")
+        play.answer(0, version=4, digest="d4")
+        play.answer(0, piece(number, 1, [8], version=4), version=4, digest="d4")
+        play.rollouts[0].crash()
+        (number,) = play.numbers(1)
+        play.answer(1, version=4, digest="e4")
+        play.answer(1, piece(number, 2, [9], "stop", version=4), version=4, digest="e4")
+        (whole,) = await arrived(asked)
+        assert whole.versions == [3, 4, 4] and whole.digests == {3: "d3", 4: ""}
 
     asyncio.run(run())
 
