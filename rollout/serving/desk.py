@@ -10,7 +10,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -160,6 +159,8 @@ class Desk:
         self._digests = {version: digest}
         self._most_samples = most_samples
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._arriving: list[Ticket] = []
+        """Requests of the last moment, to which others may come."""
         self._new: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._has_work = threading.Event()
@@ -173,13 +174,23 @@ class Desk:
         check_room(ticket, self.num_samples, self._most_samples)
         self._loop = asyncio.get_running_loop()
         self.num_samples += ticket.num_samples
-        self._new.append(ticket)
-        self._has_work.set()
+        self._arriving.append(ticket)
+        if len(self._arriving) == 1:
+            once_quiet(self._loop, lambda: len(self._arriving), self._pass_on)
 
     def release(self, ticket: Ticket) -> None:
         """Forget a request: it is answered, or its client has left. What is unfinished is dropped before the next step."""
         self.num_samples -= ticket.num_samples
+        if ticket in self._arriving:
+            self._arriving.remove(ticket)
+            return
         self._cancelled.append(ticket)
+        self._has_work.set()
+
+    def _pass_on(self) -> None:
+        """Give the generator's thread the requests that have arrived: a batch costs hardly more than the first of them alone."""
+        self._new.extend(self._arriving)
+        self._arriving = []
         self._has_work.set()
 
     def late(self, ticket: Ticket, timeout_s: float) -> RequestRefused:
@@ -191,8 +202,6 @@ class Desk:
 
     def turn(self, generator: ServedGenerator, wait_s: float) -> None:
         """Begin and drop sequences, then take a step of the generator; where it has none, wait for a request so long."""
-        if self._new and generator.idle:
-            self._gather()
         self.admit(generator)
         if generator.idle:
             self._has_work.wait(wait_s)
@@ -203,14 +212,6 @@ class Desk:
     def num_served(self) -> int:
         """Sequences of requests in the generator."""
         return len(self._served)
-
-    def _gather(self) -> None:
-        """Wait for the requests that are on their way: a batch costs hardly more than the first of them alone."""
-        assert self._loop is not None
-        is_quiet = threading.Event()
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(once_quiet, self._loop, lambda: len(self._new), is_quiet.set)
-            is_quiet.wait(2 * GATHER_S)
 
     def admit(self, generator: ServedGenerator) -> None:
         """Drop what was cancelled, and begin what is new."""

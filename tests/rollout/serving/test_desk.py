@@ -16,6 +16,12 @@ def ticket(n: int = 1, *, streams: bool = False, tokens: int = 3) -> Ticket:
     return Ticket([[5, 6]], [SamplingParams(tokens, n=n, seed=1)], streams)
 
 
+async def passed_on() -> None:
+    """Let the desk pass on what has arrived."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 def run(work) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(30):
@@ -45,6 +51,7 @@ def test_pieces_are_delivered_with_each_step_or_with_the_end():
         whole = ticket(n=2)
         for each in (streamed, whole):
             desk.submit(each)
+        await passed_on()
         for _ in range(3):
             desk.turn(generator, 0)
         pieces = [await streamed.next(9) for _ in range(3)]
@@ -69,7 +76,9 @@ def test_a_released_request_leaves_the_generator_whenever_it_is_released(num_tur
         desk = Desk(8)
         asked = ticket(n=2)
         desk.submit(asked)
-        for _ in range(num_turns):
+        for number in range(num_turns):
+            if number:
+                await passed_on()
             desk.turn(generator, 0)
         desk.release(asked)
         steps = generator.num_steps
