@@ -65,6 +65,10 @@ class Trajectory:
         token_ids = np.concatenate([self.prompt_ids, self.response_ids])
         return [token_ids] if self.branch_starts is None else np.split(token_ids, self.branch_starts)
 
+    def of_branches(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Numbers of the response's tokens [R], of each branch apart; a later branch begins with its prompt, which has no loss."""
+        return [numbers] if self.branch_starts is None else np.split(numbers, self.branch_starts - len(self.prompt_ids))
+
 
 @dataclass(slots=True)
 class TrajectoryBatch:
@@ -149,8 +153,8 @@ class PackedBatch:
     token_ids [T]; cu_seqlens: the ends of their sequences, with a 0 before them, in the host's memory; tree: their trie, if it is computed in place of them; predictors [R]: index of the token, of the
     trie if there is one, whose hidden state predicts each response token;
     targets, rollout_logprobs, advantages, mask [R]; staleness [R] int64: the version in training minus the one that drew the
-    token; response_lengths [n] int64: response tokens of each trajectory, R in all. The other [R] are None if a
-    trajectory lacks them. is_updated: whether the policy in training has had an update of this version; else it is itself the
+    token; response_lengths [n] int64: response tokens of each trajectory, R in all; sequence_lengths: the same of each branch, which
+    is a sequence of its own. The other [R] are None if a trajectory lacks them. is_updated: whether the policy in training has had an update of this version; else it is itself the
     proximal policy.
     """
 
@@ -164,6 +168,7 @@ class PackedBatch:
     mask: Tensor
     staleness: Tensor
     response_lengths: Tensor
+    sequence_lengths: Tensor
     is_updated: bool
     ref_logprobs: Tensor | None
     proximal_logprobs: Tensor | None
@@ -208,6 +213,11 @@ def pack(
     tree = _tree(sequences) if max(map(len, sequences)) <= longest_in_tree else None
     if tree is not None:
         indices = tree.row_nodes[indices]
+    response_lengths = to_device(torch.tensor([len(t.response_ids) for t in trajectories]), device)
+    sequence_lengths = response_lengths
+    if any(t.branch_starts is not None for t in trajectories):
+        parts = [len(part) for t in trajectories for part in t.of_branches(t.response_ids)]
+        sequence_lengths = to_device(torch.tensor(parts), device)
     versions = [np.full(len(t.response_ids), t.version) if t.versions is None else t.versions for t in trajectories]
 
     def joined(arrays: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -232,7 +242,8 @@ def pack(
         advantages=required([t.advantages for t in trajectories], torch.float32),
         mask=joined((t.loss_mask for t in trajectories), torch.float32),
         staleness=version - joined(versions, torch.long),
-        response_lengths=to_device(torch.tensor([len(t.response_ids) for t in trajectories]), device),
+        response_lengths=response_lengths,
+        sequence_lengths=sequence_lengths,
         is_updated=is_updated,
         ref_logprobs=optional([t.ref_logprobs for t in trajectories]),
         proximal_logprobs=optional([t.proximal_logprobs for t in trajectories]),

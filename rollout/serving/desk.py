@@ -8,6 +8,7 @@ response is longer than the context.
 import asyncio
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ class ServedGenerator(Protocol):
 
 
 GATHER_S = 0.05
-"""Longest time in which requests that arrive together are gathered."""
+"""Requests that arrive together are gathered for so long at most, in CPU time of the event loop's thread."""
 _LOOP_TURNS = 4
 """Turns of an event loop from a new connection to its request at the desk: accepted, read, parsed, submitted."""
 
@@ -273,17 +274,17 @@ class Desk:
 
 
 def once_quiet(loop: asyncio.AbstractEventLoop, count: Callable[[], int], then: Callable[[], object]) -> None:
-    """Call `then` once a few turns of the loop have brought no new request, at most `GATHER_S` from now. In the loop's thread.
+    """Call `then` once a few turns of the loop have brought no new request, at the latest after `GATHER_S`. In the loop's thread.
 
     count: of the requests so far. While the loop has nothing else to do, its turns take no time.
     """
-    until = loop.time() + GATHER_S
+    until = time.thread_time() + GATHER_S
 
     def turn(num_left: int, known: int) -> None:
         found = count()
         if found != known:
             num_left = _LOOP_TURNS
-        if num_left and loop.time() < until:
+        if num_left and time.thread_time() < until:
             loop.call_soon(turn, num_left - 1, found)
         else:
             then()

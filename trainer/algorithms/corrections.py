@@ -54,14 +54,14 @@ def importance_weights(logprobs: Tensor, batch: PackedBatch, settings: Algorithm
 
     Truncated: min(w, cap), TIS (Ionides, 2008; IMPALA, arXiv 1802.01561, formula 1). `token_dppo`: the same, and 0 where q has
     `left_trust_region`. Masked: w within [1 / cap, cap], else 0 (IcePop, arXiv 2510.18855, formula 3; its bounds are .5 and 5). By
-    `sequence` w is the product over the response's tokens with loss (verl's and TRL's modes of these names).
+    `sequence` w is the product over the response's tokens with loss (verl's and TRL's modes of these names), of each branch apart.
     """
     cap = settings.importance_sampling_cap
     log_weights = log_ratio(logprobs, batch.rollout_logprobs)
     if settings.importance_sampling.startswith("sequence"):
         has_loss = batch.mask > 0
-        sums = sequence_sums(torch.where(has_loss, log_weights, 0.0), batch.response_lengths)
-        log_weights = spread(log_ratio(sums, torch.zeros_like(sums)), batch.response_lengths, len(logprobs))
+        sums = sequence_sums(torch.where(has_loss, log_weights, 0.0), batch.sequence_lengths)
+        log_weights = spread(log_ratio(sums, torch.zeros_like(sums)), batch.sequence_lengths, len(logprobs))
     weight = log_weights.exp()
     is_above = weight > cap
     is_dropped = torch.zeros_like(is_above)

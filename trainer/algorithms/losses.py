@@ -20,7 +20,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class LossInputs(NamedTuple):
-    """Per token of n responses, one after the other: R tokens in all.
+    """Per token of n responses, one after the other: R tokens in all. Each branch of a conversation with an agent is a response.
 
     logprobs [R] of the policy in training; proximal_logprobs [R] of the policy that the ratio is taken against; behaviour_logprobs
     [R] of the one that generated; advantages, mask [R]; lengths [n] int64; clip_low, clip_high: the trust region is 1 - clip_low to 1 + clip_high;

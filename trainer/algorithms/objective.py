@@ -63,7 +63,7 @@ def token_losses(logprobs: Tensor, batch: PackedBatch, algorithm: AlgorithmSetti
             proximal_logprobs=correction.proximal_logprobs,
             advantages=batch.advantages,
             mask=batch.mask,
-            lengths=batch.response_lengths,
+            lengths=batch.sequence_lengths,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             behaviour_logprobs=batch.rollout_logprobs,

@@ -39,7 +39,7 @@ def add_advantages(
     else:
         found = {key: np.full(len(row.response_ids), of_response[key]) for key, row in rows.items()}
         if estimator.kl_to_go:
-            found = {key: found[key] - kl_to_go(kl_penalty(row, algorithm)) for key, row in rows.items()}
+            found = {key: found[key] - _kl_to_go(row, algorithm) for key, row in rows.items()}
     if estimator.whitens:
         masks = [row.loss_mask for row in rows.values()]
         found = dict(zip(found, whitened(list(found.values()), masks, group.all_reduce_sum), strict=True))
@@ -51,20 +51,30 @@ def add_advantages(
 def _of_critic(
     rows: Mapping[str, Trajectory], rewards: Mapping[str, float], algorithm: AlgorithmSettings
 ) -> dict[str, np.ndarray]:
-    """GAE over the tokens with loss; the reward is the last one's. Adds `returns` [R], the critic's targets."""
-    kept = {key: row.loss_mask != 0 for key, row in rows.items()}
-    by_token = {key: -kl_penalty(row, algorithm)[kept[key]] for key, row in rows.items()}
-    for key, part in by_token.items():
-        part[-1:] += rewards[key]
-    values = {key: row.values for key, row in rows.items() if row.values is not None}
-    of_kept = [values[key][kept[key]] for key in rows]
-    advantages = generalized_advantages(list(by_token.values()), of_kept, algorithm.gamma, algorithm.lam)
+    """GAE over the tokens with loss; the reward is the last one's, in each branch. Adds `returns` [R], the critic's targets."""
+    by_token: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    for key, row in rows.items():
+        assert row.values is not None, "the critic has not seen this row"
+        penalty = kl_penalty(row, algorithm)
+        for mask, kl, value in zip(*map(row.of_branches, (row.loss_mask, penalty, row.values)), strict=True):
+            part = -kl[mask != 0]
+            part[-1:] += rewards[key]
+            by_token.append(part)
+            values.append(value[mask != 0])
+    advantages = iter(generalized_advantages(by_token, values, algorithm.gamma, algorithm.lam))
     found: dict[str, np.ndarray] = {}
-    for (key, row), part in zip(rows.items(), advantages, strict=True):
-        found[key] = np.zeros(len(kept[key]))
-        found[key][kept[key]] = part
-        row.returns = found[key] + values[key]
+    for key, row in rows.items():
+        found[key] = np.zeros(len(row.loss_mask))
+        for mask, part in zip(*map(row.of_branches, (row.loss_mask, found[key])), strict=True):
+            part[mask != 0] = next(advantages)  # a view of the row's
+        row.returns = found[key] + row.values
     return found
+
+
+def _kl_to_go(row: Trajectory, algorithm: AlgorithmSettings) -> np.ndarray:
+    """[R], of each branch apart."""
+    return np.concatenate([kl_to_go(part) for part in row.of_branches(kl_penalty(row, algorithm))])
 
 
 def kl_penalty(row: Trajectory, algorithm: AlgorithmSettings) -> np.ndarray:

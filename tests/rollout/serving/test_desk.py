@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections import deque
 
 import pytest
@@ -117,10 +118,10 @@ def test_requests_without_an_end_hold_nobody_up():
     async def work() -> None:
         loop = asyncio.get_running_loop()
         is_called = asyncio.Event()
-        started = loop.time()
+        started = time.thread_time()
         once_quiet(loop, itertools.count().__next__, is_called.set)
         await is_called.wait()
-        assert GATHER_S <= loop.time() - started < 100 * GATHER_S
+        assert GATHER_S <= time.thread_time() - started < 3 * GATHER_S
 
     run(work)
 
