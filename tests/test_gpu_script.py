@@ -16,9 +16,9 @@ PARTS = [
     "gpu-tests",
     "kernels",
     "exact",
-    "quickstart",
-    "mismatch",
+    "runs",
     "decode",
+    "prefill",
     "train",
     "copies",
     "profile",
@@ -61,7 +61,7 @@ def test_the_dry_run_goes_through_all_parts_and_writes_their_figures(tmp_path):
     path = tmp_path / "table.json"
     done = run("--dry-run", "--json", path, LOGS=str(tmp_path / "logs"))
     assert done.returncode == 0, done.stdout
-    parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
+    parts = {part["part"]: part for part in json.loads(path.read_text())}
     assert [*parts] == PARTS and all(part["result"] in ("ok", "nothing to run") for part in parts.values())
-    for name in ("environment", "exact", "mismatch", "decode", "train", "copies", "profile"):
+    for name in ("environment", "exact", "runs", "decode", "prefill", "train", "copies", "profile"):
         assert parts[name]["figures"], name
