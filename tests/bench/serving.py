@@ -140,7 +140,8 @@ class _Run:
         started = time.monotonic()
         time.sleep(_IDLE_S)
         seconds = time.monotonic() - started
-        return tuple((after - earlier) / seconds for earlier, after in zip(before, self._spent(), strict=True))
+        after = self._spent()
+        return (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds
 
     def _spent(self) -> tuple[float, float]:
         """CPU seconds so far: of both processes, and of the rollout's main thread, which has the engine."""

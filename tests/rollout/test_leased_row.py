@@ -1,5 +1,6 @@
 """A trajectory in a rollout: the report of its end to the hub."""
 
+import json
 import math
 
 import pytest
@@ -34,3 +35,13 @@ def test_only_the_prompt_of_the_data_is_reported_as_shared_by_the_group(
     report = row.report(["unit"])
     assert isinstance(report, RowDone)
     assert (report.num_tokens, report.num_prompt_tokens) == (5, expected)
+
+
+def test_a_row_has_the_digests_of_the_versions_that_drew_its_tokens():
+    """Those of the first tokens come from the rollout that drew them."""
+    done = Completion(1, [5, 6], [7, 8, 9], [-0.5] * 3, finish_reason="stop")
+    row = LeasedRow(GroupId(0, 5).row(0), 1, 4, {}, done, digests={4: "d4", 3: "d3", 9: "d9"}, reward=1.0)
+    row.keep(2, [3, 4], {3: "d3", 4: "e4"})
+    columns = row.columns()
+    assert columns["versions"].tolist() == [3, 4, 4]
+    assert json.loads(columns["weight_digests"].tobytes()) == {"3": "d3", "4": ""}, "two weights had the number 4"

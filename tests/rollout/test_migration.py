@@ -91,7 +91,7 @@ def test_a_row_of_any_values_that_json_has_moves_unchanged(llama: Path):
     engine.step()
     row = {"prompt": [{"role": "user", "content": "x", "id": -(10**30)}], "answer": 10**30, "mean": 0.1, "none": None}
     episode = Episode(row["prompt"], state={"seed": 2**80})
-    held = LeasedRow(RowId(1, 2, 3), 4, 5, row, episode=episode, switches=[(3, 6)])
+    held = LeasedRow(RowId(1, 2, 3), 4, 5, row, episode=episode, switches=[(3, 6)], digests={5: "d5", 6: "d6"})
     (moved,) = decode_rows(np.concatenate(encode_rows([MovedRow(held, *engine.export_sequences([1]))])))
     assert moved.held == held
 
