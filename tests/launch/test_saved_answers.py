@@ -89,6 +89,12 @@ def test_what_the_journal_has_not_published_is_told(served: Served, tmp_path: Pa
     assert problems(tmp_path / "a", text, {7: {"e1", "d7"}}) == [""]
 
 
+def test_a_changed_token_is_told(served: Served, tmp_path: Path):
+    answer = served.ask(TEXT, {"prompt": [5], "return_token_ids": True}).body
+    answer["choices"][0]["token_ids"][-1] += 1
+    assert problems(tmp_path / "a", json.dumps(answer)) == ["its tokens are not those of its receipt"]
+
+
 def test_without_a_key_there_are_digests_and_no_receipt(tmp_path: Path):
     served = serve(ScriptedGenerator(), character_tokenizer(), digest="d7")
     (choice,) = served.ask(TEXT, {"prompt": [5], "max_tokens": 2}).body["choices"]
