@@ -1,7 +1,7 @@
 """Receipts: digests by which `headrace audit` tells an answer or a row of a run from one that was changed.
 
-That of a row is in the journal. That of an answer goes out with it: `PROMPT.TOKENS.SEAL`, three digests in hexadecimal digits. The seal is
-made with a key of the run, so that nobody makes one who cannot read the run's private folder.
+That of a row is in the journal. That of an answer goes out with it: `PROMPT.TOKENS.SEAL`, three digests in hexadecimal digits. The seal
+cannot be made without a key, which is in the run's private folder.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 KEY_FILE = "private/receipt_key"
 """Its place in the run folder, of which others may read the rest."""
 _BYTES = 12
-"""96 bits: nobody finds other tokens of the same digest."""
+"""96 bits: other tokens of the same digest cannot be found."""
 _KEY_BYTES = 32
 
 

@@ -53,7 +53,7 @@ class SavedResponse:
         """What is wrong with it; empty if it is as the run has sent it."""
         parts = self.receipt.split(".")
         if len(parts) != 3:
-            return "it has no receipt: it is no answer of a run, or its end is missing"
+            return "it has no receipt: it is not an answer of a run, or its end is missing"
         prompt, tokens, _ = parts
         if self.prompt_ids is not None and tokens_digest(self.prompt_ids) != prompt:
             return "the tokens of its prompt are not those of its receipt"
@@ -117,7 +117,7 @@ def end_problem(end: Json, key: bytes, published: Published) -> str:
     """What is wrong with the end of a conversation; empty if it is as the run has sent it."""
     digests = end.get("weight_digests")
     if not end.get("receipt") or not isinstance(digests, dict):
-        return "it has no receipt: it is no end of a conversation"
+        return "it has no receipt: it is not the end of a conversation"
     if found := digests_problem(map(int, digests), digests, published):
         return found
     if seal(key, {name: value for name, value in end.items() if name != "receipt"}) != end["receipt"]:

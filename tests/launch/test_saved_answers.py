@@ -17,7 +17,9 @@ PUBLISHED = {7: {"d7"}}
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CALL = 'so <tool_call>{"name": "calc", "arguments": {"a": 2}}</tool_call>'
 EVERYTHING = {"return_token_ids": True, "logprobs": True}
-CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+IDS = "/inference/v1/generate"
 
 
 @pytest.fixture
