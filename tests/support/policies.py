@@ -8,6 +8,8 @@ from support.assets import ASSETS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headrace.trainer.policy.families import FAMILIES as DECLARED
+
 STORIES = ASSETS / "stories260k"
 """A real pre-trained policy of 260K parameters."""
 
@@ -77,6 +79,8 @@ FAMILIES = {
         "swiglu_limit": 0.5,
     },
 }
+
+LLAMA_LINE = [name for name, family in DECLARED.items() if family.is_llama_line]
 
 LONGROPE: dict[str, Any] = {
     "rope_parameters": {
