@@ -78,6 +78,18 @@ FAMILIES = {
         "sliding_window": 24,
         "swiglu_limit": 0.5,
     },
+    "glm4": {},
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
 }
 
 LLAMA_LINE = [name for name, family in DECLARED.items() if family.is_llama_line]
@@ -112,6 +124,9 @@ def tiny_policy(folder, family="llama", seed=0, **changes) -> Path:
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight.add_(0.2 * torch.randn(weight.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape))
     path = Path(folder) / family
     model.save_pretrained(path)
     character_tokenizer().save_pretrained(path)

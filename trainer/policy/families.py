@@ -57,6 +57,8 @@ class Family(NamedTuple):
     """Norms of query and key."""
     fused: frozenset[str] = frozenset()
     """One matrix for query, key and value (`qkv`), and one for gate and up (`gate_up`)."""
+    has_buffers: bool = False
+    """Beside its parameters a checkpoint has tensors that no training changes. They are not in a version, so every host reads them."""
     has_biases: bool = False
     """Query, key and value have biases whatever `attention_bias` says."""
     score_cap: str = ""
@@ -133,6 +135,17 @@ FAMILIES = {
         _ROUTERS + " num_local_experts sliding_window layer_types swiglu_alpha swiglu_limit",
         experts=Experts("intermediate_size"),
         has_sinks=True,
+    ),
+    # norms behind attention and MLP as well; the rotation takes neighbours of half of each head
+    "glm4": Family(num_norms=4, fused=frozenset(("gate_up",))),
+    # sigmoid routers with groups of experts and a bias that chooses but does not weigh; the first layers without experts
+    "glm4_moe": Family(
+        _ROUTERS.replace(" router_aux_loss_coef", "")
+        + " first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob num_mtp_layers"
+        " routed_scaling_factor topk_group use_qk_norm",
+        experts=Experts(num_shared="n_shared_experts", has_softmax=False),
+        has_buffers=True,
+        has_head_norms=True,
     ),
 }
 """Families by transformers' model type, and all that the program knows of each. Each is tested against transformers."""

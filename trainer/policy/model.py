@@ -32,7 +32,7 @@ from .device import to_device
 from .exact.decoder import ExactDecoder
 from .families import Widths, cap_of, family_of, text_config
 from .lm_head import LogitsHead
-from .loading import read_weights
+from .loading import persistent_buffers, read_weights
 from .prefix_tree import PrefixTree
 from .rope import LongRope, RopeRows
 from .supported import check_exact_supported, check_layers, check_splittable, check_supported
@@ -236,7 +236,7 @@ def load_policy(
 ) -> Policy:
     """The policy of a Hugging Face checkpoint.
 
-    With `weights=False` only its structure, with uninitialised parameters. `shard` distributes such a policy over ranks and
+    With `weights=False` only its structure and persistent buffers, with uninitialised parameters. `shard` distributes such a policy over ranks and
     their devices before its weights are read, so that no rank holds all of them. With `tensor_parallel` it is split before
     it is moved, so the device never holds more than this rank's slices. Raises SettingError for a missing or damaged
     checkpoint and for a feature that would be computed wrongly.
@@ -263,6 +263,8 @@ def load_policy(
         policy.to(device)
     if weights and tensor_parallel is None:
         read_weights(model, find_checkpoint(path))
+    if not weights and persistent_buffers(model):
+        read_weights(model, find_checkpoint(path), buffers_only=True)
     if exact:
         policy.make_exact()
     return policy

@@ -34,6 +34,8 @@ from ....rollout.environments.schemas import tool_schemas
 from ....rollout.rewards.addresses import open_address
 from ....rollout.rewards.ready import NEEDS, READY
 from ....trainer.memory import PAGE_TOKENS, PolicySizes
+from ....trainer.policy.checkpoint_files import find_checkpoint
+from ....trainer.policy.families import FAMILIES, Family
 from ....trainer.policy.supported import check_exact_supported, check_router_loss, check_supported
 from ...placement import check_replicas
 from ..model_files import ModelFiles, model_digests, read_config
@@ -327,7 +329,8 @@ def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
     """
     if recipe.is_emulated or role not in ("actor", "rollout", "shard", "reference"):
         return {}
-    with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
+    family = FAMILIES.get(read_config(find_checkpoint(recipe.model.path)).get("model_type", ""), Family())
+    with_weights = role in ("actor", "reference") or recipe.lora.rank > 0 or family.has_buffers
     facts = model_digests(recipe.model.path, with_weights=with_weights)
     if recipe.generator.exact and role in ("actor", "rollout"):
         from ....trainer.policy.exact.machine import kernels_of_machine

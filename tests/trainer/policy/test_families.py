@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from headrace.relay.weights.layout import Layout
 from headrace.trainer.export import save_policy
 from headrace.trainer.policy.families import FAMILIES as DECLARED
+from headrace.trainer.policy.loading import persistent_buffers
 from headrace.trainer.policy.model import load_policy
 from headrace.trainer.policy.tensor_parallel import splits_for
 
@@ -62,6 +63,19 @@ def test_logprobs_entropy_and_gradient_are_those_of_transformers(tmp_path, famil
         gradient = reference.get_parameter(name).grad
         assert gradient is not None and weight.grad is not None, name
         assert (weight.grad - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max().item()), name
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_buffers_of_a_checkpoint_are_in_a_policy_without_weights_and_in_an_export_of_gathered_weights(tmp_path, family):
+    policy = load_policy(path := tiny_policy(tmp_path, family))
+    buffers = persistent_buffers(policy.model)
+    assert bool(buffers) == DECLARED[family].has_buffers
+    empty = persistent_buffers(load_policy(path, "bfloat16", weights=False).model)
+    save_policy(policy, tmp_path / "after", weights={name: w.detach() for name, w in policy.weights().items()})
+    exported = persistent_buffers(load_policy(tmp_path / "after").model)
+    for name, buffer in buffers.items():
+        assert buffer.dtype == empty[name].dtype == torch.float32 and buffer.abs().max() > 0
+        assert torch.equal(buffer, empty[name]) and torch.equal(buffer, exported[name])
 
 
 @pytest.mark.parametrize("tied", [False, True])
