@@ -111,7 +111,8 @@ class DecodeGraphs:
         """Let the rows of the table that stay follow one another, and put those that enter behind them."""
         rows = change.num_kept + len(change.table)
         if change.kept is not None:
-            self._table[: change.num_kept] = self._table.index_select(0, change.kept)
+            before = self._table[:, : change.width]
+            before[: change.num_kept] = before.index_select(0, change.kept)
         if change.num_kept < change.num_before:
             self._table[change.num_kept : change.num_before].zero_()
         if rows > change.num_kept:
