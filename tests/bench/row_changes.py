@@ -21,8 +21,7 @@ from .harness import Measurement, Options
 
 _CONTEXT, _ROWS, _STEPS, _ROUNDS = 32_768, 256, 120, 3
 _LENGTHS = {"500": 500, "8k": 8000}
-_BEFORE = {"500": 0.0, "8k": 0.0}
-"""Milliseconds of a step with a change, less a step without, when each change read the step before it and made all rows anew."""
+"""Tokens of the prompts."""
 
 
 def measure(name: str, options: Options) -> list[Measurement]:
