@@ -1,9 +1,11 @@
 """Tiny random policies in Hugging Face format, with a tokenizer of printable characters, for tests."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from pytest import MonkeyPatch
 from support.assets import ASSETS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -78,6 +80,27 @@ FAMILIES = {
     },
 }
 
+DELTA_NET = {
+    "initializer_range": 0.06,  # with larger weights fp32 itself, in transformers too, is wrong by more than tests allow
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+}
+"""Three layers with states, of grouped heads, and one of attention."""
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+FAMILIES |= {
+    "qwen3_next": DELTA_NET | QWEN_EXPERTS,
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | QWEN_EXPERTS,
+}
+
 LONGROPE: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0,
@@ -129,6 +152,16 @@ def random_prompts(count, longest, seed=0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(4, 99, (n,), generator=generator).tolist() for n in lengths]
+
+
+@contextmanager
+def only_float64():
+    """Let transformers' float64 models compute in float64 throughout: some modules go through float32, whatever their type."""
+    with MonkeyPatch.context() as patch:
+        to_float = torch.Tensor.float
+        patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
+        patch.setattr(torch, "float32", torch.float64)
+        yield
 
 
 def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):

@@ -27,6 +27,8 @@ class Family(NamedTuple):
     """Kinds of rotary embeddings."""
     has_experts: bool = False
     """Routers choose `num_experts_per_tok` experts for each token."""
+    is_recurrent: bool = False
+    """Most layers are gated delta nets (`recurrent`): they have a state of fixed size in place of keys and values."""
     has_sinks: bool = False
     """Each head has a learned score that its softmax counts and that carries no value (`AttentionSpec.sinks`)."""
     is_tied: bool = False
@@ -49,6 +51,8 @@ class Family(NamedTuple):
 
 _GEMMA = Family(is_tied=True)
 _GEMMA_2 = Family(is_tied=True, num_norms=4, score_cap="attn_logit_softcapping", logit_cap="final_logit_softcapping")
+_QWEN_NEXT = Family(is_recurrent=True, has_head_norms=True)
+"""Norms times 1 + weight, a gate for each value that attention reads, rotation of a quarter of each head."""
 FAMILIES = {
     "llama": Family(is_llama_line=True),
     "qwen2": Family(is_llama_line=True, has_biases=True),
@@ -70,11 +74,14 @@ FAMILIES = {
     "qwen2_moe": Family(has_experts=True, has_biases=True),  # and one expert that every token passes
     "qwen3_moe": Family(has_experts=True, has_head_norms=True),
     "granitemoe": Family(has_experts=True, logit_divisor="logits_scaling"),  # as Granite
+    "qwen3_next": _QWEN_NEXT._replace(has_experts=True),
+    "qwen3_5_text": _QWEN_NEXT,
+    "qwen3_5_moe_text": _QWEN_NEXT._replace(has_experts=True),
     "gpt_oss": Family(has_experts=True, has_sinks=True),  # clamped SwiGLU with biases; windows in some layers
 }
 """Families by transformers' model type. Each is tested against transformers."""
 
-MULTIMODAL = frozenset(("gemma3",))
+MULTIMODAL = frozenset(("gemma3", "qwen3_5", "qwen3_5_moe"))
 """Model types whose language model (`text_config`) is of a family above. The other parts are not loaded and not exported."""
 
 
