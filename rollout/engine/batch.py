@@ -19,7 +19,7 @@ class DecodeBatch:
     """Running sequences by row: newest token, its position, its slot in the cache, and the table of pages.
 
     The rows are rebuilt when sequences enter or leave (`refill`), gain pages (`extend`) and advance by one token per step
-    (`advance`). Numpy arrays are on the host, tensors on the device; all int64.
+    (`advance`). `states` are the places of their recurrent states (`Sequence.states`). Numpy arrays are on the host, tensors on the device; all int64.
     """
 
     def __init__(self, pool: "PagePool", policy: "Policy") -> None:
@@ -53,6 +53,7 @@ class DecodeBatch:
         for row, sequence in enumerate(sequences):
             self.table[row, : len(sequence.pages)] = sequence.pages
         self.is_shared = self.pool.is_shared[self.table]
+        self.states = np.array([s.states for s in sequences], dtype=np.int64).reshape(count, 2)
         newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in sequences]
         params = [s.params for s in sequences]
         width = int(self.num_pages.max(initial=0))

@@ -1,11 +1,9 @@
 """Tiny random policies in Hugging Face format, with a tokenizer of printable characters, for tests."""
 
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from pytest import MonkeyPatch
 from support.assets import ASSETS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -152,16 +150,6 @@ def random_prompts(count, longest, seed=0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(4, 99, (n,), generator=generator).tolist() for n in lengths]
-
-
-@contextmanager
-def only_float64():
-    """Let transformers' float64 models compute in float64 throughout: some modules go through float32, whatever their type."""
-    with MonkeyPatch.context() as patch:
-        to_float = torch.Tensor.float
-        patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
-        patch.setattr(torch, "float32", torch.float64)
-        yield
 
 
 def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):

@@ -54,14 +54,18 @@ class Recurrence(Protocol):
 
 
 class MixedAttention:
-    """Attention of the layers that have keys and values, and the recurrence of the others."""
+    """Attention of the layers that have keys and values, and the recurrence of the others.
 
-    def __init__(self, attention: Attention, recurrence: Recurrence) -> None:
+    layers: those that have keys and values, where attention counts only them.
+    """
+
+    def __init__(self, attention: Attention, recurrence: Recurrence, layers: Iterable[int] = ()) -> None:
         self.attention = attention
         self.recurrence = recurrence
+        self._numbers = {layer: number for number, layer in enumerate(layers)}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        return self.attention(layer, query, key, value, spec)
+        return self.attention(self._numbers.get(layer, layer), query, key, value, spec)
 
 
 class DeltaNet:
