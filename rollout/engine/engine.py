@@ -283,8 +283,10 @@ class Engine:
             if state.token_ids:
                 group.num_dropped = group.prefix_length
                 group.dropped_by = "moved"
-            has_cache = state.cache is not None and (self.states is None) == (state.states is None)
-            if has_cache and self.scheduler.reserve(group, state.cache.shape[2]):
+            has_states = self.states is None or (
+                state.states is not None and state.states.numel() == self.states.state_bytes
+            )
+            if state.cache is not None and has_states and self.scheduler.reserve(group, state.cache.shape[2]):
                 self._make_copies()
                 self.cache.load(group.pages, state.cache)
                 if self.states is not None and state.states is not None:
