@@ -11,6 +11,7 @@ from ..comm.disk import make_folders, raise_if_unwritable
 from ..comm.recipe import LoraSettings
 from ..relay.checkpoints import share_by_umask
 from .policy.adapter_files import AdapterBase, write_adapter
+from .policy.loading import persistent_buffers
 from .policy.lora import is_adapter
 from .policy.model import Policy
 
@@ -47,7 +48,8 @@ def save_policy(
 
     `weights` are whole tensors by name, for a policy that holds only shards.
     """
-    policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights), safe_serialization=True)
+    state = None if weights is None else dict(weights) | persistent_buffers(policy.model)
+    policy.model.save_pretrained(folder, state_dict=state, safe_serialization=True)
     for path in Path(folder).glob("*.safetensors"):
         share_by_umask(path)
     if tokenizer is not None:

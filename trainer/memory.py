@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..comm.errors import SettingError
 from ..comm.recipe import LoraSettings, Recipe, RunSettings, TrainerSettings
-from .policy.families import FAMILIES, Family
+from .policy.families import FAMILIES, Family, Widths
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `model.dtype`."""
@@ -62,6 +61,7 @@ class PolicySizes:
 
     num_layers: int
     layer_parameters: int
+    """The mean over the layers, of which some may have no experts."""
     other_parameters: int
     """Embedding, LM head and last norm, a tied matrix once."""
     vocab: int
@@ -81,43 +81,39 @@ class PolicySizes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "PolicySizes":
         """The sizes in the `config.json` of a decoder-only model with gated MLPs; raises SettingError if one is missing."""
-        try:
-            family = FAMILIES.get(config["model_type"], Family())
-            hidden = int(config["hidden_size"])
-            heads = config["num_attention_heads"]
-            vocab = config["vocab_size"]
-            layers = int(config["num_hidden_layers"])
-            experts = config.get("num_local_experts") or config.get("num_experts") or 1
-            width = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
-        except KeyError as error:
-            raise SettingError(f"model.path: config.json has no {error.args[0]}") from None
-        head_dim = config.get("head_dim") or hidden // heads
-        query = heads * head_dim
-        key = (config.get("num_key_value_heads") or heads) * head_dim
-        passed = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
-        shared = (config.get("shared_expert_intermediate_size") or 0) if experts > 1 else 0
-        matrices = hidden * (2 * query + 2 * key) + 3 * hidden * (experts * width + shared)
-        routers = hidden * experts if experts > 1 else 0
-        biases = query + 2 * key if family.has_biases or config.get("attention_bias") else 0
+        widths = Widths.of(config)
+        family = FAMILIES.get(config["model_type"], Family())
+        hidden = widths.hidden
+        query = widths.heads * widths.head_dim
+        key = widths.kv_heads * widths.head_dim
+        num_sparse = widths.num_layers - widths.num_dense if widths.experts else 0
+        experts = hidden * (3 * (widths.experts * widths.expert + widths.shared) + widths.experts)
         norms = hidden * family.num_norms
+        layer = hidden * (2 * query + 2 * key) + norms
+        if family.has_biases or config.get("attention_bias"):
+            layer += query + 2 * key
+        mlps = num_sparse * experts + (widths.num_layers - num_sparse) * 3 * hidden * widths.mlp
         is_tied = config.get("tie_word_embeddings", family.is_tied)
-        dense = shared if experts > 1 else width
+        dense = widths.shared if widths.experts else widths.mlp
         linear = {"o_proj": (query, hidden), "down_proj": (dense, hidden)}
-        if family.is_fused:
-            linear |= {"qkv_proj": (hidden, query + 2 * key), "gate_up_proj": (hidden, 2 * dense)}
+        if "qkv" in family.fused:
+            linear |= {"qkv_proj": (hidden, query + 2 * key)}
         else:
             linear |= {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
+        if "gate_up" in family.fused:
+            linear |= {"gate_up_proj": (hidden, 2 * dense)}
+        else:
             linear |= {"gate_proj": (hidden, dense), "up_proj": (hidden, dense)}
         return cls(
-            num_layers=layers,
-            layer_parameters=matrices + biases + norms + routers,
-            other_parameters=vocab * hidden * (1 if is_tied else 2) + hidden,
-            vocab=vocab,
+            num_layers=widths.num_layers,
+            layer_parameters=layer + mlps // widths.num_layers,
+            other_parameters=widths.vocab * hidden * (1 if is_tied else 2) + hidden,
+            vocab=widths.vocab,
             hidden=hidden,
             query=query,
             key_value=2 * key,
-            mlp=passed * width + shared,
-            routed=3 * passed * hidden if experts > 1 else 0,
+            mlp=widths.passed * widths.expert + widths.shared if widths.experts else widths.mlp,
+            routed=3 * widths.passed * hidden if widths.experts else 0,
             norms=norms + (query + key if family.has_head_norms else 0),
             linear={name: shape for name, shape in linear.items() if all(shape)},
         )

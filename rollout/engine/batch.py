@@ -1,12 +1,13 @@
-"""The rows that decode together, as arrays. The small changes of a step are made in place."""
+"""The rows that decode together, as arrays. What changes from step to step is changed in place."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .sampling import SamplingBatch, sampling_columns
+from .sampling import ROW, SamplingBatch
 from .to_device import to_device, to_device_together
 
 if TYPE_CHECKING:
@@ -15,14 +16,32 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 
+class RowChange(NamedTuple):
+    """How the last `update` changed the rows; all tensors are on the device."""
+
+    num_before: int
+    """Rows before it."""
+    num_kept: int
+    """Rows that stay; they are the first ones now, in the same order."""
+    kept: Tensor | None
+    """int64 [num_kept]: their places before; None if these are the same."""
+    numbers: Tensor
+    """int64 [3, B]: position, number of drawn tokens and key of each row."""
+    has_moved: bool
+    """Whether pages of rows that stay have changed places."""
+    table: Tensor
+    """int32 [B - num_kept, widest]: the pages of the rows that entered."""
+
+
 class DecodeBatch:
     """Running sequences by row: newest token, its position, its slot in the cache, and the table of pages.
 
-    The rows are rebuilt when sequences enter or leave (`refill`), gain pages (`extend`) and advance by one token per step
-    (`advance`). `states` are the places of their recurrent states (`Sequence.states`). Numpy arrays are on the host, tensors on the device; all int64.
+    Rows change when sequences enter or leave (`update`), gain pages (`extend`) and advance by one token per step (`advance`). The
+    newest tokens of rows that stay are known to the device alone, since the step that draws them may be under way. Numpy arrays
+    are on the host, tensors on the device; all int64.
     """
 
-    def __init__(self, pool: "PagePool", policy: "Policy") -> None:
+    def __init__(self, pool: "PagePool", policy: "Policy", max_running: int) -> None:
         self.vocab_size = policy.vocab_size
         self.device = policy.device
         self.pool = pool
@@ -30,70 +49,163 @@ class DecodeBatch:
         self.sequences: list[Sequence] = []
         self.generation = 0
         """Counts changes of rows or pages."""
-        self.num_refills = 0
+        self.num_updates = 0
         """Counts changes of rows."""
         self.grown: list[tuple[int, int, int]] = []
-        """Row, column and page of each entry that this step's `extend` added to the table."""
-        self.at_refill: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
-        """The positions and the table (int32, as wide as the longest row) with which the rows began, on the device."""
+        """Row, column and page of each entry that this step added to the table in rows that stay."""
+        self.change: RowChange | None = None
+        self._entries: list[int] = []
+        """`Sequence.num_entries` of the rows: a sequence that left its row and entered it again since is another row."""
+        self._rows = np.zeros(max_running, ROW)
+        self._positions, self._num_drawn, self._num_pages = np.zeros((3, max_running), dtype=np.int64)
+        self._table = np.zeros((max_running, self.max_pages), dtype=np.int64)
+        self._states = np.zeros((max_running, 2), dtype=np.int64)
+        self.is_shared = np.zeros((0, self.max_pages), dtype=bool)
+        """Which pages of the table several rows share, where attention reads them in ranges."""
+        self.tokens = torch.zeros(0, dtype=torch.long, device=self.device)
+        self.num_drawn = torch.zeros(0, dtype=torch.long, device=self.device)
+        self.sampling = SamplingBatch(self.num_drawn, None, self.num_drawn.bool())
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def refill(self, sequences: "list[Sequence]") -> None:
-        """Make these sequences the rows, in this order."""
+    @property
+    def positions(self) -> np.ndarray:
+        """[B]: of the newest tokens."""
+        return self._positions[: len(self)]
+
+    @property
+    def num_pages(self) -> np.ndarray:
+        """[B]"""
+        return self._num_pages[: len(self)]
+
+    @property
+    def table(self) -> np.ndarray:
+        """[B, max_pages]: the pages of each row, and 0 behind them."""
+        return self._table[: len(self)]
+
+    @property
+    def states(self) -> np.ndarray:
+        """[B, 2]: the places of each row's recurrent states (`Sequence.states`)."""
+        return self._states[: len(self)]
+
+    def update(self, sequences: "list[Sequence]", *, has_moved: bool = False) -> None:
+        """Make these sequences the rows, in this order: those that were rows before, then those that enter.
+
+        has_moved: pages may have changed places.
+        """
         self.generation += 1
-        self.num_refills += 1
-        self.grown = []
+        self.num_updates += 1
+        before = len(self)
+        kept = self._rows_that_stay(sequences)
         self.sequences = list(sequences)
-        count = len(sequences)
-        self.positions = np.array([s.num_cached for s in sequences], dtype=np.int64)
-        self.num_pages = np.array([len(s.pages) for s in sequences], dtype=np.int64)
-        self.table = np.zeros((count, self.max_pages), dtype=np.int64)
-        for row, sequence in enumerate(sequences):
-            self.table[row, : len(sequence.pages)] = sequence.pages
-        self.is_shared = self.pool.is_shared[self.table]
-        self.states = np.array([s.states for s in sequences], dtype=np.int64).reshape(count, 2)
-        newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in sequences]
-        params = [s.params for s in sequences]
-        width = int(self.num_pages.max(initial=0))
-        columns = to_device_together(
-            {
-                "tokens": np.array(newest, dtype=np.int64),
-                "num_drawn": np.array([len(s.token_ids) for s in sequences], dtype=np.int64),
-                "positions": self.positions.copy(),
-                "table": self.table[:, :width].astype(np.int32),
-                **sampling_columns(params, [s.key for s in sequences]),
-            },
-            self.device,
-        )
-        self.tokens = columns["tokens"]
-        self.num_drawn = columns["num_drawn"]
-        self.at_refill = columns["positions"], columns["table"]
-        self.sampling = SamplingBatch(params, columns)
-        self.sampling.record_tokens((s.prompt_ids + s.token_ids for s in sequences), self.vocab_size)
+        self._entries = [s.num_entries for s in sequences]
+        self._close_gaps(kept, before)
+        entering = sequences[len(kept) :]
+        for row, sequence in enumerate(entering, len(kept)):
+            self._fill(row, sequence)
+        self.grown = self._added_pages(len(kept))
+        if has_moved:
+            for row, sequence in enumerate(sequences):
+                self._table[row, : len(sequence.pages)] = sequence.pages
+        if self.pool.in_ranges:
+            self.is_shared = self.pool.is_shared[self.table]
+        self._send(kept, before, entering, has_moved=has_moved)
 
     def extend(self) -> None:
         """Add the pages that the scheduler gave to the running sequences since."""
-        self.grown = [
-            (row, int(self.num_pages[row]), sequence.pages[-1])
-            for row, sequence in enumerate(self.sequences)
-            if len(sequence.pages) != self.num_pages[row]
-        ]
-        for row, column, page in self.grown:
-            self.table[row, column] = page
-            self.num_pages[row] += 1
+        self.grown = self._added_pages(len(self))
         self.generation += bool(self.grown)
 
     def advance(self, tokens: Tensor) -> None:
         """Advance every row by one position; `tokens` [B] are the rows' newest tokens."""
         self.tokens = tokens
-        self.positions += 1
+        self._positions[: len(self)] += 1
+        self._num_drawn[: len(self)] += 1
         self.num_drawn += 1
 
     def slots(self) -> Tensor:
         """Slots for the keys and values of this step's tokens, int64 [B]."""
         size = self.pool.page_size
         columns = np.minimum(self.positions // size, self.max_pages - 1)
-        tails = self.table[np.arange(len(self.positions)), columns]
+        tails = self.table[np.arange(len(self)), columns]
         return to_device(tails * size + self.positions % size, self.device)
+
+    def table_on_device(self) -> Tensor:
+        """int32 [B, widest]: the pages of all rows."""
+        width = int(self.num_pages.max(initial=0))
+        return to_device(self.table[:, :width].astype(np.int32), self.device)
+
+    def _rows_that_stay(self, sequences: "list[Sequence]") -> list[int]:
+        """The rows of sequences that were rows all the time since the last `update`, and whose order is the same."""
+        kept: list[int] = []
+        for row, (sequence, entry) in enumerate(zip(self.sequences, self._entries, strict=True)):
+            place = len(kept)
+            if place < len(sequences) and sequences[place] is sequence and sequence.num_entries == entry:
+                kept.append(row)
+        return kept
+
+    def _close_gaps(self, kept: list[int], before: int) -> None:
+        """Move the rows that stay to the front; rows behind them have no pages."""
+        width = int(self._num_pages[:before].max(initial=0))
+        first = next((place for place, row in enumerate(kept) if place != row), len(kept))
+        if first < len(kept):
+            moved = np.array(kept[first:])
+            table = self._table[:, :width]
+            for values in (self._rows, self._positions, self._num_drawn, self._num_pages, self._states, table):
+                values[first : len(kept)] = values[moved]
+        self._table[len(kept) : before, :width] = 0
+
+    def _fill(self, row: int, sequence: "Sequence") -> None:
+        """Set the row of a sequence that enters."""
+        assert sequence.num_cached == sequence.num_tokens - 1, "a sequence enters when all its tokens are read"
+        self._positions[row] = sequence.num_cached
+        self._num_drawn[row] = len(sequence.token_ids)
+        self._num_pages[row] = len(sequence.pages)
+        self._states[row] = sequence.states
+        self._table[row, : len(sequence.pages)] = sequence.pages
+        self._rows[row] = sequence.params.row(sequence.key)
+
+    def _added_pages(self, count: int) -> list[tuple[int, int, int]]:
+        """Row, column and page of the entries that the first `count` rows lack; they are in the table now."""
+        added = [
+            (row, num_pages, sequence.pages[-1])
+            for row, (sequence, num_pages) in enumerate(
+                zip(self.sequences[:count], self._num_pages[:count].tolist(), strict=True)
+            )
+            if len(sequence.pages) != num_pages
+        ]
+        for row, column, page in added:
+            self._table[row, column] = page
+            self._num_pages[row] += 1
+        return added
+
+    def _send(self, kept: list[int], before: int, entering: "Many[Sequence]", *, has_moved: bool) -> None:
+        """Bring the device's tensors up to date, with one copy."""
+        count = len(self)
+        num_kept = len(kept)
+        has_gaps = kept != list(range(num_kept))
+        width = int(self._num_pages[num_kept:count].max(initial=0))
+        newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in entering]
+        rows = self._rows[:count]
+        numbers = np.stack((self.positions, self._num_drawn[:count], rows["key"]))
+        sent = to_device_together(
+            {
+                "kept": np.array(kept if has_gaps else [], dtype=np.int64),
+                "newest": np.array(newest, dtype=np.int64),
+                "numbers": numbers,
+                "table": self._table[num_kept:count, :width].astype(np.int32),
+                **SamplingBatch.columns(rows),
+            },
+            self.device,
+        )
+        places = sent["kept"] if has_gaps else None
+        self.change = RowChange(before, num_kept, places, sent["numbers"], has_moved, sent["table"])
+        tokens = self.tokens.index_select(0, sent["kept"]) if has_gaps else self.tokens[:num_kept]
+        self.tokens = torch.cat((tokens, sent["newest"])) if newest else tokens
+        self.num_drawn = sent["numbers"][1].clone()
+        seen = self.sampling.seen
+        if seen is not None:
+            seen = seen.index_select(0, sent["kept"]) if has_gaps else seen[:num_kept]
+        self.sampling = SamplingBatch.of(rows, sent["numbers"][2], sent)
+        self.sampling.record_tokens(seen, [s.prompt_ids + s.token_ids for s in entering], self.vocab_size)

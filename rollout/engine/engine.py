@@ -99,7 +99,7 @@ class Engine:
         in_ranges = self.runner.attention.name == "pool"
         self.pool = PagePool(plan.num_pages, page_size, kept, in_ranges)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope, StatePool(plan.num_states))
-        self.batch = DecodeBatch(self.pool, policy)
+        self.batch = DecodeBatch(self.pool, policy, max_running)
         self.description = f"{self.runner.description}, {plan}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact
@@ -177,14 +177,13 @@ class Engine:
             finished += self._drain()
         scheduler.requeue_outdated()
         has_changed = bool(scheduler.make_room())
-        if self._in_flight is None:
+        if self._in_flight is None or scheduler.may_admit():
             if chunks := scheduler.next_chunks():
                 self._make_copies()
                 self.runner.prefill(chunks)
             has_changed |= bool(scheduler.fork_ready())
         if has_changed or self.batch.sequences != scheduler.running:
-            scheduler.compact()
-            self.batch.refill(scheduler.running)
+            self.batch.update(scheduler.running, has_moved=scheduler.compact())
         elif len(self.batch):
             self.batch.extend()
         self._make_copies()
@@ -359,10 +358,11 @@ class Engine:
         return [] if before is None else self._read(before)
 
     def _must_drain(self) -> bool:
-        """Whether the next step's rows cannot be known before the launched one is read."""
-        if self._in_flight is None:
-            return False
-        return self.scheduler.may_change_rows() or self.batch.sequences != self.scheduler.running
+        """Whether a running sequence may lose its row in the next step, for which its newest token must be read.
+
+        A sequence whose end is not read yet takes part in one step more, the result of which is dropped.
+        """
+        return self._in_flight is not None and self.scheduler.may_requeue()
 
     def _drain(self) -> list[Completion]:
         """Read the launched step, if there is one."""
@@ -388,6 +388,6 @@ class Engine:
         for sequence in finished:
             self.scheduler.finish(sequence)
         if not self.scheduler.running:
-            self.batch.sequences = []
+            self.batch.update([])
             self._in_flight = None
         return [sequence.completion(self.text.decode(sequence)) for sequence in finished]

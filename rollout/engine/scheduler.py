@@ -52,6 +52,7 @@ class Scheduler:
         self.states = states or StatePool()
         self.prefixes = PrefixCache(pool, self.states, rope)
         self._rope = rope
+        self._has_switch = rope is not None and rope.switch is not None
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[SequenceGroup] = deque()
@@ -93,19 +94,27 @@ class Scheduler:
         if not group.pages:
             self._untouched[group.digest] = group
 
-    def may_change_rows(self) -> bool:
-        """Whether sequences may enter or leave rows in the next step."""
-        may_enter = bool(self.waiting) and len(self.running) < self.max_running and not self._is_refused()
-        is_short = self.pool.num_free < sum(self._needs_page(s) for s in self.running)
-        is_last = any(len(s.token_ids) + 1 >= s.limit for s in self.running)
-        return may_enter or is_short or is_last or any(self.is_outdated(s) for s in self.running)
+    def may_requeue(self) -> bool:
+        """Whether running sequences may lose their rows in the next step: to others, or because their cache does not serve."""
+        count = len(self.running)
+        is_short = self.pool.num_free < count and self.pool.num_free < sum(self._needs_page(s) for s in self.running)
+        return is_short or self._has_outdated()
+
+    def may_admit(self) -> bool:
+        """Whether waiting sequences may enter rows in the next step."""
+        return bool(self.waiting) and len(self.running) < self.max_running and not self._is_refused()
 
     def is_outdated(self, sequence: Sequence) -> bool:
         """Whether the cache of a running sequence does not serve its next token."""
         return self._must_recompute(sequence.num_cached, sequence.num_cached)
 
+    def _has_outdated(self) -> bool:
+        return self._has_switch and any(self.is_outdated(s) for s in self.running)
+
     def requeue_outdated(self) -> None:
         """Queue the running sequences again whose cache does not serve their next token."""
+        if not self._has_switch:
+            return
         for sequence in [s for s in reversed(self.running) if self.is_outdated(s)]:
             self.running.remove(sequence)
             self._requeue(sequence, "rope")
@@ -191,13 +200,14 @@ class Scheduler:
         else:
             self._release(sequence)
 
-    def compact(self) -> None:
-        """Close the holes between the private pages in use, and between the shared ones.
+    def compact(self) -> bool:
+        """Close the holes between the private pages in use, and between the shared ones. Returns whether a page has moved.
 
         Attention that reads the whole range of pages in use reads its holes too, so they cost time. A few are tolerated.
         """
         if not self.pool.in_ranges:
-            return
+            return False
+        has_moved = False
         places: dict[int, list[tuple[Sequence | SequenceGroup, int]]] = {}
         for holder in (*self.running, *self.paused, *self.waiting):
             for index, page in enumerate(holder.pages):
@@ -213,8 +223,10 @@ class Scheduler:
                 target = self.pool.move(page, is_shared)
                 if target == page:
                     break
+                has_moved = True
                 for holder, index in places[page]:
                     holder.pages[index] = target
+        return has_moved
 
     def pause(self, trajectory_id: int) -> bool:
         """Take a running sequence out of its row; it keeps its pages until others need them. False if it is not running."""
@@ -338,6 +350,7 @@ class Scheduler:
 
     def _fork(self, group: SequenceGroup) -> Sequence:
         sequence = group.sequences.pop(0)
+        sequence.num_entries += 1
         sequence.num_cached = group.prefix_length
         sequence.chain = group.chain
         parity = group.prefix_length % 2

@@ -91,6 +91,8 @@ class Sequence:
     num_marked: int = 0
     chain: Chain | None = None
     num_cached: int = 0
+    num_entries: int = 0
+    """How often it has entered a row."""
     num_dropped: int = 0
     """Tokens that were cached before a paused sequence lost its pages, by `dropped_by`."""
     dropped_by: str = ""

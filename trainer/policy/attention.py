@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from ...comm.errors import SettingError
 from .device import to_device
 from .fused_attention import fused_attention, fused_attention_backward
 from .length_classes import PaddedClasses
 
 NAME = "headrace"
 """The attention implementation's name within transformers."""
+_IGNORED = frozenset(("dropout", "position_ids", "use_cache"))
+"""Arguments of an attention function that do not change what is computed here; dropout is refused before."""
 _HAS_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # PyTorch 2.12 and later
 
 
@@ -60,9 +63,11 @@ def _dispatch(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     assert attention_mask is None, "the attention object masks by itself"
+    if unknown := [name for name, value in others.items() if value is not None and name not in _IGNORED]:
+        raise SettingError(f"model.path: attention with {', '.join(unknown)} is not supported")
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     # Some families put the window into the mask only, and keep it in the module.
     window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
@@ -237,12 +242,3 @@ def rope_table(model: Any, num_rows: int, dtype: torch.dtype, device: torch.devi
     cos, sin = model.rotary_emb(torch.empty(1, dtype=dtype, device=device), torch.arange(num_rows, device=device)[None])
     half = cos.shape[-1] // 2
     return cos[0].unsqueeze(1), torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).unsqueeze(1)
-
-
-def window_of(config: Any, layer: int) -> int | None:
-    """The sliding window of a layer of the Llama line, as transformers' modules choose it."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and config.model_type in ("qwen2", "qwen3"):
-        return window if kinds[layer] == "sliding_attention" else None
-    return window if config.model_type in ("mistral", "phi3") else None

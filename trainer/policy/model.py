@@ -30,13 +30,14 @@ from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .device import to_device
 from .exact.decoder import ExactDecoder
-from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
+from .families import Widths, cap_of, family_of, text_config
 from .lm_head import LogitsHead
-from .loading import read_weights
+from .loading import persistent_buffers, read_weights
 from .prefix_tree import PrefixTree
 from .recurrent.network import DeltaNet, MixedAttention, install
 from .recurrent.packed import PackedRecurrence, TreeRecurrence
 from .rope import LongRope, RopeRows
+from .supported import check_exact_supported, check_layers, check_splittable, check_supported
 from .tensor_parallel import TensorParallel, splits_for
 from .tree_attention import TreeAttention
 
@@ -62,15 +63,18 @@ class Policy(nn.Module):
         self.config = model.config
         self.stop_ids = stop_ids
         self.context: int = self.config.max_position_embeddings
-        self.num_layers: int = self.config.num_hidden_layers
-        self.num_heads: int = self.config.num_attention_heads
-        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
-        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
-        self.vocab_size: int = self.config.vocab_size
+        self.widths = widths = Widths.of(self.config)
+        self.num_layers = widths.num_layers
+        self.num_heads = widths.heads
+        self.num_kv_heads = widths.kv_heads
+        self.head_dim = widths.head_dim
+        self.vocab_size = widths.vocab
         family = family_of(self.config)
         self.logit_softcap = cap_of(self.config, family.logit_cap)
         self.logit_divisor: float = getattr(self.config, family.logit_divisor) if family.logit_divisor else 1.0
         self.tensor_parallel = TensorParallel()
+        layers: Any = model.base_model.layers
+        check_layers(self.config, (name for layer in layers for name, _ in layer.named_parameters()))
         self.rope = RopeRows(self.config)
         self.recurrent: dict[int, DeltaNet] = install(layers_of(model)) if family.is_recurrent else {}
         """The layers that have states in place of keys and values, by their index."""
@@ -253,7 +257,7 @@ def load_policy(
 ) -> Policy:
     """The policy of a Hugging Face checkpoint.
 
-    With `weights=False` only its structure, with uninitialised parameters. `shard` distributes such a policy over ranks and
+    With `weights=False` only its structure and persistent buffers, with uninitialised parameters. `shard` distributes such a policy over ranks and
     their devices before its weights are read, so that no rank holds all of them. With `tensor_parallel` it is split before
     it is moved, so the device never holds more than this rank's slices. Raises SettingError for a missing or damaged
     checkpoint and for a feature that would be computed wrongly.
@@ -280,6 +284,8 @@ def load_policy(
         policy.to(device)
     if weights and tensor_parallel is None:
         read_weights(model, find_checkpoint(path))
+    if not weights and persistent_buffers(model):
+        read_weights(model, find_checkpoint(path), buffers_only=True)
     if exact:
         policy.make_exact()
     return policy

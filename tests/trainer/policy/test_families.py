@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from headrace.relay.weights.layout import Layout
 from headrace.trainer.export import save_policy
 from headrace.trainer.policy.families import FAMILIES as DECLARED
+from headrace.trainer.policy.loading import persistent_buffers
 from headrace.trainer.policy.model import load_policy
 from headrace.trainer.policy.tensor_parallel import splits_for
 
@@ -83,6 +84,19 @@ def test_packed_rows_have_the_hidden_states_and_gradients_of_rows_alone(tmp_path
     assert (together - torch.cat([hidden for hidden, _ in alone])).abs().max() < 1e-11
     for gradient, *parts in zip(gradients, *(of_row for _, of_row in alone), strict=True):
         assert (gradient - sum(parts)).abs().max() <= 1e-11 * max(1.0, gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_buffers_of_a_checkpoint_are_in_a_policy_without_weights_and_in_an_export_of_gathered_weights(tmp_path, family):
+    policy = load_policy(path := tiny_policy(tmp_path, family))
+    buffers = persistent_buffers(policy.model)
+    assert bool(buffers) == DECLARED[family].has_buffers
+    empty = persistent_buffers(load_policy(path, "bfloat16", weights=False).model)
+    save_policy(policy, tmp_path / "after", weights={name: w.detach() for name, w in policy.weights().items()})
+    exported = persistent_buffers(load_policy(tmp_path / "after").model)
+    for name, buffer in buffers.items():
+        assert buffer.dtype == empty[name].dtype == torch.float32 and buffer.abs().max() > 0
+        assert torch.equal(buffer, empty[name]) and torch.equal(buffer, exported[name])
 
 
 @pytest.mark.parametrize("tied", [False, True])
