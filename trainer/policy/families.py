@@ -175,6 +175,43 @@ MULTIMODAL = frozenset(family.multimodal for family in FAMILIES.values() if fami
 """Model types whose language model (`text_config`) is of a family above."""
 
 
+class DeltaWidths(NamedTuple):
+    """The sizes of the recurrent layers of a policy."""
+
+    num_layers: int
+    heads: int
+    """Each has a state [key, value]."""
+    key: int
+    value: int
+    keys: int
+    """The width of all keys, of which several heads share one."""
+    window: int
+    """Inputs of the convolution that a state has."""
+
+    @property
+    def channels(self) -> int:
+        """The width of query, key and value together."""
+        return 2 * self.keys + self.heads * self.value
+
+    @classmethod
+    def of(cls, values: Any, layers: int) -> "DeltaWidths":
+        """Of a configuration as a mapping, of a policy with so many layers."""
+        interval = values.get("full_attention_interval") or 4
+        kinds = values.get("layer_types") or [
+            "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)
+        ]
+        heads = int(values["linear_num_value_heads"])
+        key = int(values["linear_key_head_dim"])
+        return cls(
+            num_layers=sum(kind == "linear_attention" for kind in kinds),
+            heads=heads,
+            key=key,
+            value=int(values["linear_value_head_dim"]),
+            keys=int(values["linear_num_key_heads"]) * key,
+            window=int(values["linear_conv_kernel_dim"]) - 1,
+        )
+
+
 class Widths(NamedTuple):
     """The sizes of a policy, read from its configuration."""
 
@@ -196,6 +233,8 @@ class Widths(NamedTuple):
     """The width of the experts that every token passes."""
     num_dense: int
     """Layers without experts in a policy with them."""
+    delta: DeltaWidths | None
+    """Of the recurrent layers, if there are any."""
 
     @classmethod
     def of(cls, config: Any) -> "Widths":
@@ -212,6 +251,7 @@ class Widths(NamedTuple):
             experts = int(values[number]) if names else 0
             expert = int(values[names.width]) if names else 0
             passed = int(values["num_experts_per_tok"]) if names else 0
+            delta = DeltaWidths.of(values, layers) if family.is_recurrent else None
             mlp = int(values["intermediate_size"]) if names is None else int(values.get("intermediate_size") or 0)
         except KeyError as error:
             raise SettingError(f"model.path: config.json has no {error.args[0]}") from None
@@ -233,6 +273,7 @@ class Widths(NamedTuple):
             passed=passed,
             shared=shared,
             num_dense=_num_dense(values, layers) if names else 0,
+            delta=delta,
         )
 
 
