@@ -30,7 +30,7 @@ from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .device import to_device
 from .exact.decoder import ExactDecoder
-from .families import Widths, cap_of, family_of, text_config
+from .families import MULTIMODAL, Widths, cap_of, family_of, text_config
 from .lm_head import LogitsHead
 from .loading import persistent_buffers, read_weights
 from .prefix_tree import PrefixTree
@@ -56,6 +56,8 @@ class Policy(nn.Module):
     """
 
     exact: ExactDecoder | None = None
+    is_part = False
+    """Whether its checkpoint has other parts beside this language model."""
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int]) -> None:
         super().__init__()
@@ -269,11 +271,13 @@ def load_policy(
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
+    is_part = config.model_type in MULTIMODAL
     config = text_config(config)
     check_supported(config)
     with LOADING:
         model = _build(path, config, wanted)
     policy = Policy(model.eval(), _stop_ids(path, config))
+    policy.is_part = is_part
     if tensor_parallel is not None:
         if weights:
             read_weights(model, find_checkpoint(path))
