@@ -70,11 +70,13 @@ def read_one(
 
     query, key [B, heads, key d], value [B, heads, value d], decay and beta [B, heads], state [B, heads, key d, value d].
     """
-    query, key = _normalised(query, key)
-    state.mul_(decay.exp()[..., None, None])
-    predicted = (key[:, :, None] @ state)[:, :, 0]
-    state.add_(key[..., None] * ((value - predicted) * beta[..., None])[:, :, None])
-    return (query[:, :, None] @ state)[:, :, 0], state
+    size = query.shape[:2]
+    query, key = (x.flatten(0, 1)[:, None] for x in _normalised(query, key))
+    matrices = state.flatten(0, 1)
+    matrices.mul_(decay.exp().flatten()[:, None, None])
+    added = torch.baddbmm(value.flatten(0, 1)[:, None], key, matrices, alpha=-1).mul_(beta.flatten()[:, None, None])
+    matrices.baddbmm_(key.transpose(1, 2), added)
+    return torch.bmm(query, matrices)[:, 0].unflatten(0, size), state
 
 
 def convolve(inputs: Tensor, weight: Tensor, window: Tensor | None = None) -> Tensor:
