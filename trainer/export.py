@@ -78,9 +78,7 @@ def save_policy(
     transformers does that for the family.
     """
     state = None if weights is None else dict(weights) | persistent_buffers(policy.model)
-    policy.model.save_pretrained(
-        folder, state_dict=state, safe_serialization=True, save_original_format=is_split
-    )
+    policy.model.save_pretrained(folder, state_dict=state, safe_serialization=True, save_original_format=is_split)
     for path in Path(folder).glob("*.safetensors"):
         share_by_umask(path)
     if tokenizer is not None:

@@ -207,7 +207,9 @@ class PolicySizes:
             # A gate beside the queries, and its product with what they read.
             attention += 2 * size * self.query
             num_recurrent = self.delta.num_layers
-            attention = (self.num_kv_layers * attention + num_recurrent * self._delta_activations(size)) // self.num_layers
+            attention = (
+                self.num_kv_layers * attention + num_recurrent * self._delta_activations(size)
+            ) // self.num_layers
         mlp = (4 if self.routed else size) * 4 * self.mlp
         return (8 if trained else 4) * self.norms + inputs + attention + mlp + 4 * self.routed
 

@@ -87,7 +87,9 @@ def _moved_rows(items: Iterable[tuple[LeasedRow, _PayloadItem]], payload: np.nda
         if item.state_bytes:
             stop = at + item.state_bytes
             if item.state_bytes < 0 or cache is None or item.state_bytes % cache.itemsize or stop > payload.nbytes:
-                raise MessageRefused(f"malformed payload: {item.state_bytes} bytes of a state in {payload.nbytes} bytes")
+                raise MessageRefused(
+                    f"malformed payload: {item.state_bytes} bytes of a state in {payload.nbytes} bytes"
+                )
             states = torch.from_numpy(payload[at:stop])
             at = stop
         params = replace(item.state.params, stop=tuple(item.state.params.stops))

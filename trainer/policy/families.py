@@ -83,9 +83,7 @@ _WINDOWS = " use_sliding_window sliding_window max_window_layers layer_types"
 _MULTIPLIERS = " mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
 _ROUTERS = " num_experts_per_tok output_router_logits router_aux_loss_coef"
 _QWEN_EXPERTS = _ROUTERS + " num_experts moe_intermediate_size norm_topk_prob mlp_only_layers decoder_sparse_step"
-_DELTA_NET = (
-    " layer_types linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"
-)
+_DELTA_NET = " layer_types linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"
 _SHARED_EXPERT = Experts(shared_width="shared_expert_intermediate_size")
 _GEMMA = Family("use_bidirectional_attention hidden_activation", is_tied=True)
 _GEMMA_2 = _GEMMA._replace(

@@ -112,7 +112,8 @@ class PrefillRecurrence:
         matrices = self._states.matrices[layer]
         chosen = tokens[part.tokens]
         mixed, decay, beta = (
-            x.index_select(0, chosen).unflatten(0, part.size) for x in (projected.mixed, projected.decay, projected.beta)
+            x.index_select(0, chosen).unflatten(0, part.size)
+            for x in (projected.mixed, projected.decay, projected.beta)
         )
         window = windows.index_select(0, part.places)
         inputs = net.convolve(mixed, window)

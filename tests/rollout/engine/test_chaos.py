@@ -134,7 +134,9 @@ class Play:
         self.oracle = Oracle(path)
         draw = self.random
         self.engines = [
-            Watched(self.oracle, is_async, draw.choice((19, 30, 80)), draw.choice((9, 20, 40)), draw.choice((7, 20, 64)))
+            Watched(
+                self.oracle, is_async, draw.choice((19, 30, 80)), draw.choice((9, 20, 40)), draw.choice((7, 20, 64))
+            )
             for is_async in (False, True)
         ]
         self.params: dict[int, SamplingParams] = {}

@@ -125,7 +125,11 @@ def test_an_export_has_the_other_parts_of_its_checkpoint_bit_for_bit(qwen, tmp_p
     export(step, policy, weights, character_tokenizer(), LoraSettings(), AdapterBase(str(path)))
     before = load_file(path / "model.safetensors")
     index = json.loads((step / "hf/model.safetensors.index.json").read_text())
-    after = {name: tensor for file in {*index["weight_map"].values()} for name, tensor in load_file(step / "hf" / file).items()}
+    after = {
+        name: tensor
+        for file in {*index["weight_map"].values()}
+        for name, tensor in load_file(step / "hf" / file).items()
+    }
     assert before.keys() == after.keys() == index["weight_map"].keys()
     others = [name for name in before if name.startswith(("model.visual.", "mtp."))]
     assert len(others) > 10

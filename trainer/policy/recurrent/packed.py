@@ -43,6 +43,8 @@ class TreeRecurrence:
         self._firsts = to_device(torch.from_numpy(firsts), device)
 
     def __call__(self, layer: int, net: DeltaNet, projected: Projected) -> Tensor:
-        mixed, decay, beta = (x.index_select(0, self._nodes) for x in (projected.mixed, projected.decay, projected.beta))
+        mixed, decay, beta = (
+            x.index_select(0, self._nodes) for x in (projected.mixed, projected.decay, projected.beta)
+        )
         of_rows = projected._replace(mixed=mixed, decay=decay, beta=beta)
         return self._rows(layer, net, of_rows).index_select(0, self._firsts)
