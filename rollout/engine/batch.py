@@ -63,6 +63,7 @@ class DecodeBatch:
         self._numbers = np.zeros((4, max_running), dtype=np.int64)
         self._positions, self._num_drawn, self._keys, self._num_pages = self._numbers
         self._table = np.zeros((max_running, self.max_pages), dtype=np.int64)
+        self._states = np.zeros((max_running, 2), dtype=np.int64)
         self.is_shared = np.zeros((0, self.max_pages), dtype=bool)
         """Which pages of the table several rows share, where attention reads them in ranges."""
         self.tokens = torch.zeros(0, dtype=torch.long, device=self.device)
@@ -86,6 +87,11 @@ class DecodeBatch:
     def table(self) -> np.ndarray:
         """[B, max_pages]: the pages of each row, and 0 behind them."""
         return self._table[: len(self)]
+
+    @property
+    def states(self) -> np.ndarray:
+        """[B, 2]: the places of each row's recurrent states (`Sequence.states`)."""
+        return self._states[: len(self)]
 
     def update(self, sequences: "list[Sequence]", *, has_moved: bool = False) -> None:
         """Make these sequences the rows, in this order: those that were rows before, then those that enter.
@@ -154,7 +160,7 @@ class DecodeBatch:
         """Move the rows that stay to the front; rows behind them have no pages."""
         for number, (gap, end) in enumerate(pairwise([*gaps, before])):
             place = gap - number  # so many gaps are before the rows between this gap and the next
-            for values in (self._rows, self._numbers.T, self._table[:, :width]):
+            for values in (self._rows, self._numbers.T, self._states, self._table[:, :width]):
                 values[place : place + end - gap - 1] = values[gap + 1 : end]
         self._table[before - len(gaps) : before, :width] = 0
 
@@ -164,6 +170,7 @@ class DecodeBatch:
         self._positions[row] = sequence.num_cached
         self._num_drawn[row] = len(sequence.token_ids)
         self._num_pages[row] = len(sequence.pages)
+        self._states[row] = sequence.states
         self._table[row, : len(sequence.pages)] = sequence.pages
         self._keys[row] = sequence.key
         self._rows[row] = sequence.params.row

@@ -55,6 +55,8 @@ class SequenceState:
     """The first token of the present turn in `token_ids`."""
     is_turn_over: bool = False
     """Whether it is paused until a `resume`."""
+    states: Tensor | None = None
+    """Beside a cache, the state of recurrent layers behind its tokens, uint8 [num_bytes]; None without layers of that kind."""
 
 
 class Chain(NamedTuple):
@@ -82,6 +84,11 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=lambda: [0, 0])
+    """The places of its recurrent state behind an even number of tokens and behind an odd one; 0: none."""
+    mark: int = 0
+    """The place of a copy of its state behind `num_marked` tokens, which fill whole pages; 0: none."""
+    num_marked: int = 0
     chain: Chain | None = None
     num_cached: int = 0
     num_entries: int = 0
@@ -138,10 +145,10 @@ class Sequence:
         self.turn_start = state.turn_start
         self.finish_reason = "stop" if state.is_turn_over else ""
 
-    def export_state(self, cache: Tensor | None = None) -> SequenceState:
+    def export_state(self, cache: Tensor | None = None, states: Tensor | None = None) -> SequenceState:
         tokens = (self.prompt_ids, self.token_ids, self.logprobs)
         place = (self.turn_start, self.is_turn_over)
-        return SequenceState(self.trajectory_id, self.key, self.params, *tokens, cache, *place)
+        return SequenceState(self.trajectory_id, self.key, self.params, *tokens, cache, *place, states)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,6 +162,10 @@ class SequenceGroup:
     sequences: list[Sequence]
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
+    state: int = 0
+    """The place of the recurrent state behind these tokens; 0: none."""
+    num_known: int = 0
+    """Tokens whose pages were found, though no state behind them was."""
     chain: Chain | None = None
     num_cached: int = 0
     num_dropped: int = 0

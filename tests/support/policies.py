@@ -92,6 +92,26 @@ FAMILIES = {
     },
 }
 
+DELTA_NET = {
+    "initializer_range": 0.06,  # with larger weights fp32 itself, in transformers too, is wrong by more than tests allow
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+}
+"""Three layers with states, of grouped heads, and one of attention."""
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+FAMILIES |= {
+    "qwen3_next": DELTA_NET | QWEN_EXPERTS,
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | QWEN_EXPERTS,
+}
 LLAMA_LINE = [name for name, family in DECLARED.items() if family.is_llama_line]
 
 LONGROPE: dict[str, Any] = {

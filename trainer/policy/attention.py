@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from ...comm.errors import SettingError
 from .device import to_device
 from .fused_attention import fused_attention, fused_attention_backward
-from .length_classes import length_classes
+from .length_classes import PaddedClasses
 
 NAME = "headrace"
 """The attention implementation's name within transformers."""
@@ -99,40 +99,25 @@ class PackedAttention:
         self._lengths = lengths
         self._device = device
         self._longest = max(lengths)
-        self._starts = torch.tensor([0, *lengths]).cumsum(0)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if takes_varlen(query.device.type, query.dtype, spec):
             starts = self._device_starts
             return varlen_attention(query, key, value, (starts, starts), (self._longest, self._longest), spec)
         outputs = []
-        classes, inverse = self._padded
-        for tokens, size in classes:
+        for tokens, size in self._padded.classes:
             q, k, v = (x.index_select(0, tokens).unflatten(0, size).transpose(1, 2) for x in (query, key, value))
             outputs.append(causal_attention(q, k, v, spec).transpose(1, 2).flatten(0, 1))
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return out.index_select(0, inverse)
+        return self._padded.unpad(outputs)
 
     @cached_property
     def _device_starts(self) -> Tensor:
-        return to_device(self._starts.int(), self._device)
+        starts = torch.tensor([0, *self._lengths]).cumsum(0, dtype=torch.int32)
+        return to_device(starts, self._device)
 
     @cached_property
-    def _padded(self) -> tuple[list[tuple[Tensor, tuple[int, int]]], Tensor]:
-        """For each class its tokens [members * longest] and (members, longest); for each token its place in all classes."""
-        found: list[tuple[Tensor, tuple[int, int]]] = []
-        inverse = torch.empty(sum(self._lengths), dtype=torch.long)
-        padded = 0
-        for members in length_classes(self._lengths):
-            sizes = torch.tensor([self._lengths[index] for index in members])
-            longest = int(sizes[0])
-            offsets = torch.arange(longest)
-            tokens = self._starts[members][:, None] + torch.minimum(offsets[None, :], sizes[:, None] - 1)
-            is_real = offsets[None, :] < sizes[:, None]
-            inverse[tokens[is_real]] = padded + is_real.flatten().nonzero().flatten()
-            found.append((to_device(tokens.flatten(), self._device), (len(members), longest)))
-            padded += tokens.numel()
-        return found, to_device(inverse, self._device)
+    def _padded(self) -> PaddedClasses:
+        return PaddedClasses(self._lengths, self._device)
 
 
 class ChunkAttention:

@@ -45,6 +45,8 @@ class Family(NamedTuple):
     """Kinds of rotary embeddings."""
     windows: Literal["", "all", "by_layer"] = ""
     """The layers of a Llama-line policy that `sliding_window` holds for; `layer_types` names them `by_layer`."""
+    is_recurrent: bool = False
+    """Layers of the kind `linear_attention` are gated delta nets (`recurrent`): they have a state of fixed size in place of keys and values."""
     experts: Experts | None = None
     """Routers choose `num_experts_per_tok` experts for each token."""
     has_sinks: bool = False
@@ -81,6 +83,8 @@ _WINDOWS = " use_sliding_window sliding_window max_window_layers layer_types"
 _MULTIPLIERS = " mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
 _ROUTERS = " num_experts_per_tok output_router_logits router_aux_loss_coef"
 _QWEN_EXPERTS = _ROUTERS + " num_experts moe_intermediate_size norm_topk_prob mlp_only_layers decoder_sparse_step"
+_DELTA_NET = " layer_types linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"
+_SHARED_EXPERT = Experts(shared_width="shared_expert_intermediate_size")
 _GEMMA = Family("use_bidirectional_attention hidden_activation", is_tied=True)
 _GEMMA_2 = _GEMMA._replace(
     settings=_GEMMA.settings
@@ -120,7 +124,7 @@ FAMILIES = {
     # and one expert that every token passes
     "qwen2_moe": Family(
         _QWEN_EXPERTS + _WINDOWS + " qkv_bias shared_expert_intermediate_size",
-        experts=Experts(shared_width="shared_expert_intermediate_size"),
+        experts=_SHARED_EXPERT,
         has_biases=True,
     ),
     "qwen3_moe": Family(_QWEN_EXPERTS + _WINDOWS, experts=Experts(), has_head_norms=True),
@@ -147,11 +151,63 @@ FAMILIES = {
         has_buffers=True,
         has_head_norms=True,
     ),
+    # a gate for each value that attention reads, rotation of a quarter of each head, norms times 1 + weight
+    "qwen3_next": Family(
+        _QWEN_EXPERTS + _DELTA_NET + " shared_expert_intermediate_size",
+        is_recurrent=True,
+        experts=_SHARED_EXPERT,
+        has_head_norms=True,
+    ),
+    "qwen3_5_text": Family(_DELTA_NET, multimodal="qwen3_5", is_recurrent=True, has_head_norms=True),
+    "qwen3_5_moe_text": Family(
+        _ROUTERS + _DELTA_NET + " num_experts moe_intermediate_size shared_expert_intermediate_size",
+        multimodal="qwen3_5_moe",
+        is_recurrent=True,
+        experts=_SHARED_EXPERT,
+        has_head_norms=True,
+    ),
 }
 """Families by transformers' model type, and all that the program knows of each. Each is tested against transformers."""
 
 MULTIMODAL = frozenset(family.multimodal for family in FAMILIES.values() if family.multimodal)
 """Model types whose language model (`text_config`) is of a family above."""
+
+
+class DeltaWidths(NamedTuple):
+    """The sizes of the recurrent layers of a policy."""
+
+    num_layers: int
+    heads: int
+    """Each has a state [key, value]."""
+    key: int
+    value: int
+    keys: int
+    """The width of all keys, of which several heads share one."""
+    window: int
+    """Inputs of the convolution that a state has."""
+
+    @property
+    def channels(self) -> int:
+        """The width of query, key and value together."""
+        return 2 * self.keys + self.heads * self.value
+
+    @classmethod
+    def of(cls, values: Any, layers: int) -> "DeltaWidths":
+        """Of a configuration as a mapping, of a policy with so many layers."""
+        interval = values.get("full_attention_interval") or 4
+        kinds = values.get("layer_types") or [
+            "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)
+        ]
+        heads = int(values["linear_num_value_heads"])
+        key = int(values["linear_key_head_dim"])
+        return cls(
+            num_layers=sum(kind == "linear_attention" for kind in kinds),
+            heads=heads,
+            key=key,
+            value=int(values["linear_value_head_dim"]),
+            keys=int(values["linear_num_key_heads"]) * key,
+            window=int(values["linear_conv_kernel_dim"]) - 1,
+        )
 
 
 class Widths(NamedTuple):
@@ -175,6 +231,8 @@ class Widths(NamedTuple):
     """The width of the experts that every token passes."""
     num_dense: int
     """Layers without experts in a policy with them."""
+    delta: DeltaWidths | None
+    """Of the recurrent layers, if there are any."""
 
     @classmethod
     def of(cls, config: Any) -> "Widths":
@@ -191,6 +249,7 @@ class Widths(NamedTuple):
             experts = int(values[number]) if names else 0
             expert = int(values[names.width]) if names else 0
             passed = int(values["num_experts_per_tok"]) if names else 0
+            delta = DeltaWidths.of(values, layers) if family.is_recurrent else None
             mlp = int(values["intermediate_size"]) if names is None else int(values.get("intermediate_size") or 0)
         except KeyError as error:
             raise SettingError(f"model.path: config.json has no {error.args[0]}") from None
@@ -212,6 +271,7 @@ class Widths(NamedTuple):
             passed=passed,
             shared=shared,
             num_dense=_num_dense(values, layers) if names else 0,
+            delta=delta,
         )
 
 

@@ -37,6 +37,8 @@ def check_supported(config: Any) -> None:
         "bidirectional attention (use_bidirectional_attention)": getattr(config, "use_bidirectional_attention", False),
         "an encoder (is_encoder_decoder)": getattr(config, "is_encoder_decoder", False),
     } | {name: (getattr(config, name, None) or 0.0) > 0 for name in ("attention_dropout", "resid_pdrop", "embd_pdrop")}
+    act = getattr(config, "hidden_act", "silu")
+    wrong[f"hidden_act={act} in recurrent layers"] = FAMILIES[model_type].is_recurrent and act != "silu"
     wrong |= {f"{name}={value}, a setting of a later transformers": True for name, value in _unknown_settings(config)}
     for feature, is_present in wrong.items():
         if is_present:

@@ -48,9 +48,9 @@ def step(scheduler, slots=None) -> list[Sequence]:
     chunks = scheduler.next_chunks()
     assert sum(c.stop - c.start for c in chunks) <= scheduler.prefill_tokens
     slots.copy(scheduler.pool)
-    for group, start, stop in chunks:
+    for group, start, stop, _ in chunks:
         slots.write(group.pages, group.tokens, start, stop)
-    for group, _, stop in chunks:
+    for group, _, stop, _ in chunks:
         slots.check(group.pages, group.tokens, stop)
     scheduler.fork_ready()
     scheduler.compact()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.float64 import in_float64
 from support.policies import FAMILIES, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +54,8 @@ def test_logprobs_entropy_and_gradient_are_those_of_transformers(tmp_path, famil
     tokens, cu_seqlens = packed(prompts)
     targets = tokens.roll(-1)
     logprobs, entropy = policy.token_logprobs(policy.forward_packed(tokens, cu_seqlens), targets)
-    every = torch.cat([reference(torch.tensor([p])).logits[0] for p in prompts]).log_softmax(-1)
+    with in_float64():
+        every = torch.cat([reference(torch.tensor([p])).logits[0] for p in prompts]).log_softmax(-1)
     expected, expected_entropy = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
     assert (logprobs - expected).abs().max() < 1e-5 and (entropy - expected_entropy).abs().max() < 1e-5
     weights = torch.rand(len(tokens))
@@ -63,6 +65,25 @@ def test_logprobs_entropy_and_gradient_are_those_of_transformers(tmp_path, famil
         gradient = reference.get_parameter(name).grad
         assert gradient is not None and weight.grad is not None, name
         assert (weight.grad - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max().item()), name
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_packed_rows_have_the_hidden_states_and_gradients_of_rows_alone(tmp_path, family):
+    policy = load_policy(tiny_policy(tmp_path, family))
+    prompts = random_prompts(7, longest=150)
+    weights = [torch.randn(len(prompt), 64, dtype=torch.float64) for prompt in prompts]
+    found = []
+    with in_float64(policy):
+        for rows in ([*range(7)], *([index] for index in range(7))):
+            hidden = policy.forward_packed(*packed([prompts[index] for index in rows]))
+            policy.zero_grad()
+            (hidden * torch.cat([weights[index] for index in rows])).sum().backward()
+            gradients = [weight.grad for weight in policy.weights().values() if weight.grad is not None]
+            found.append((hidden.detach(), [gradient.clone() for gradient in gradients]))
+    (together, gradients), *alone = found
+    assert (together - torch.cat([hidden for hidden, _ in alone])).abs().max() < 1e-11
+    for gradient, *parts in zip(gradients, *(of_row for _, of_row in alone), strict=True):
+        assert (gradient - sum(parts)).abs().max() <= 1e-11 * max(1.0, gradient.abs().max().item())
 
 
 @pytest.mark.parametrize("family", [*FAMILIES])
