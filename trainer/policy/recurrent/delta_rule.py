@@ -86,10 +86,7 @@ def convolve(inputs: Tensor, weight: Tensor, window: Tensor | None = None) -> Te
     """
     length = inputs.shape[1]
     width = weight.shape[1]
-    if window is None:
-        before = F.pad(inputs, (0, 0, width - 1, 0))
-    else:
-        before = torch.cat((window, inputs), 1)
+    before = F.pad(inputs, (0, 0, width - 1, 0)) if window is None else torch.cat((window, inputs), 1)
     result = before[:, :length] * weight[:, 0]
     for place in range(1, width):
         result = torch.addcmul(result, before[:, place : place + length], weight[:, place])
