@@ -1,4 +1,4 @@
-"""The rows that decode together, as arrays. What changes from step to step is changed in place."""
+"""The rows that decode together, as arrays. A step changes them in place."""
 
 from collections.abc import Sequence as Many
 from itertools import pairwise

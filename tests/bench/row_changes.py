@@ -1,4 +1,4 @@
-"""What a decode step in which a row ends and another one begins asks of the host, beside a step without a change.
+"""The host's part of a decode step in which a row ends and another one begins, beside that of a step without a change.
 
 256 rows with captured graphs that do nothing, steps read one step late as on a GPU, a context of 32,768 tokens, and a policy of one small
 layer. Each prompt is cached without work, so what is left is the host's: the scheduler, the rows, the copies of the inputs, and the
