@@ -13,7 +13,7 @@ from headrace.comm.errors import SettingError
 from headrace.launch.config.help import page as help_page
 from headrace.launch.config.load import known_settings, read_recipe
 from headrace.launch.python.keywords import dotted_settings
-from headrace.trainer.policy.families import check_supported
+from headrace.trainer.policy.supported import check_supported
 
 USE = ROOT / "docs" / "use"
 ROW = re.compile(r"^\| (?!you see|---)(.+?) \|", re.MULTILINE)

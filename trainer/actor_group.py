@@ -291,7 +291,7 @@ def layer_type(recipe: Recipe, policy: "Policy") -> torch.dtype | None:
     Half precision for what autocast would round anyway, norms and biases besides, as rollouts have them. Experts and adapters compute in fp32.
     """
     is_half = recipe.model.compute_type == "bfloat16" and not recipe.lora.rank
-    return torch.bfloat16 if is_half and not family_of(policy.config).has_experts else None
+    return torch.bfloat16 if is_half and family_of(policy.config).experts is None else None
 
 
 def gather_full(tensor: Tensor) -> Tensor:

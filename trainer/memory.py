@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..comm.errors import SettingError
 from ..comm.recipe import LoraSettings, Recipe, RunSettings, TrainerSettings
-from .policy.families import FAMILIES, Family
+from .policy.families import FAMILIES, DeltaWidths, Family, Widths
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `model.dtype`."""
@@ -61,7 +60,10 @@ class PolicySizes:
     """The widths of a policy, in elements; from `query` to `norms` they are of one token in one layer."""
 
     num_layers: int
+    num_kv_layers: int
+    """Layers with keys and values; the others are recurrent."""
     layer_parameters: int
+    """The mean over the layers, of which some may have no experts, or be recurrent."""
     other_parameters: int
     """Embedding, LM head and last norm, a tied matrix once."""
     vocab: int
@@ -77,50 +79,78 @@ class PolicySizes:
     """Elements that the norms normalise."""
     linear: Mapping[str, tuple[int, int]]
     """Inputs and outputs of one layer's linear modules, by their names; experts are not among them."""
+    delta: DeltaWidths | None
+    """The recurrent layers."""
+    shares: Mapping[str, float]
+    """Of the modules that some layers lack, the share of the layers that have them."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "PolicySizes":
         """The sizes in the `config.json` of a decoder-only model with gated MLPs; raises SettingError if one is missing."""
-        try:
-            family = FAMILIES.get(config["model_type"], Family())
-            hidden = int(config["hidden_size"])
-            heads = config["num_attention_heads"]
-            vocab = config["vocab_size"]
-            layers = int(config["num_hidden_layers"])
-            experts = config.get("num_local_experts") or config.get("num_experts") or 1
-            width = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
-        except KeyError as error:
-            raise SettingError(f"model.path: config.json has no {error.args[0]}") from None
-        head_dim = config.get("head_dim") or hidden // heads
-        query = heads * head_dim
-        key = (config.get("num_key_value_heads") or heads) * head_dim
-        passed = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
-        shared = (config.get("shared_expert_intermediate_size") or 0) if experts > 1 else 0
-        matrices = hidden * (2 * query + 2 * key) + 3 * hidden * (experts * width + shared)
-        routers = hidden * experts if experts > 1 else 0
-        biases = query + 2 * key if family.has_biases or config.get("attention_bias") else 0
+        widths = Widths.of(config)
+        family = FAMILIES.get(config["model_type"], Family())
+        hidden = widths.hidden
+        query = widths.heads * widths.head_dim
+        key = widths.kv_heads * widths.head_dim
+        num_sparse = widths.num_layers - widths.num_dense if widths.experts else 0
+        experts = hidden * (3 * (widths.experts * widths.expert + widths.shared) + widths.experts)
         norms = hidden * family.num_norms
+        attention = hidden * (2 * query + 2 * key)
+        if family.has_biases or config.get("attention_bias"):
+            attention += query + 2 * key
+        delta = widths.delta
+        num_kv_layers = widths.num_layers - (delta.num_layers if delta else 0)
+        mixing = num_kv_layers * (attention + (hidden * query if delta else 0))
+        if delta is not None:
+            value = delta.heads * delta.value
+            mixing += delta.num_layers * (
+                hidden * (delta.channels + 2 * value + 2 * delta.heads) + delta.channels * (delta.window + 1)
+            )
+        mlps = num_sparse * experts + (widths.num_layers - num_sparse) * 3 * hidden * widths.mlp
         is_tied = config.get("tie_word_embeddings", family.is_tied)
-        dense = shared if experts > 1 else width
+        dense = widths.shared if widths.experts else widths.mlp
         linear = {"o_proj": (query, hidden), "down_proj": (dense, hidden)}
-        if family.is_fused:
-            linear |= {"qkv_proj": (hidden, query + 2 * key), "gate_up_proj": (hidden, 2 * dense)}
+        if "qkv" in family.fused:
+            linear |= {"qkv_proj": (hidden, query + 2 * key)}
         else:
             linear |= {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
+        if "gate_up" in family.fused:
+            linear |= {"gate_up_proj": (hidden, 2 * dense)}
+        else:
             linear |= {"gate_proj": (hidden, dense), "up_proj": (hidden, dense)}
+        shares: dict[str, float] = {}
+        if delta is not None:
+            linear["q_proj"] = (hidden, 2 * query)
+            shares = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), num_kv_layers / widths.num_layers)
+            modules = _delta_modules(hidden, delta, is_fused="delta" in family.fused)
+            linear |= modules
+            shares |= dict.fromkeys(modules, delta.num_layers / widths.num_layers)
         return cls(
-            num_layers=layers,
-            layer_parameters=matrices + biases + norms + routers,
-            other_parameters=vocab * hidden * (1 if is_tied else 2) + hidden,
-            vocab=vocab,
+            num_layers=widths.num_layers,
+            num_kv_layers=num_kv_layers,
+            layer_parameters=norms + (mixing + mlps) // widths.num_layers,
+            other_parameters=widths.vocab * hidden * (1 if is_tied else 2) + hidden,
+            vocab=widths.vocab,
             hidden=hidden,
             query=query,
             key_value=2 * key,
-            mlp=passed * width + shared,
-            routed=3 * passed * hidden if experts > 1 else 0,
+            mlp=widths.passed * widths.expert + widths.shared if widths.experts else widths.mlp,
+            routed=3 * widths.passed * hidden if widths.experts else 0,
             norms=norms + (query + key if family.has_head_norms else 0),
             linear={name: shape for name, shape in linear.items() if all(shape)},
+            delta=delta,
+            shares=shares,
         )
+
+    def _delta_activations(self, size: int) -> int:
+        """Bytes per token of what a recurrent layer keeps, but for its norm and its projections' inputs.
+
+        The delta rule is in fp32 and in chunks of 64 tokens, of which it keeps six matrices for each head. Measured.
+        """
+        assert self.delta is not None
+        heads = self.delta.heads
+        of_head = 5 * self.delta.key + 2 * self.delta.value + 6 * 64 + 2 * self.delta.key * self.delta.value // 64
+        return (size + 8) * self.delta.channels + 4 * heads * of_head + 3 * size * heads * self.delta.value
 
     @property
     def num_parameters(self) -> int:
@@ -132,25 +162,39 @@ class PolicySizes:
         return self.other_parameters < 2 * self.vocab * self.hidden
 
     def adapted(self, lora: LoraSettings) -> list[tuple[int, int]]:
-        """Inputs and outputs of one layer's modules that have an adapter."""
-        wanted = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
-        names = {target.rpartition(".")[2] for target in wanted}
-        return [shape for name, shape in self.linear.items() if lora.rank and names & {name, "all-linear"}]
+        """Inputs and outputs of the modules of one layer of each kind that have an adapter."""
+        return [self.linear[name] for name in self._adapted_names(lora)]
+
+    def adapted_elements(self, lora: LoraSettings) -> float:
+        """Elements of the weights under the adapter, the mean over the layers."""
+        shapes = {name: self.linear[name] for name in self._adapted_names(lora)}
+        return sum(self.shares.get(name, 1.0) * wide * high for name, (wide, high) in shapes.items())
 
     def adapter_parameters(self, lora: LoraSettings) -> int:
         """Parameters of the adapter of all layers; 0 without one."""
-        return self.num_layers * lora.rank * sum(wide + high for wide, high in self.adapted(lora))
+        shapes = {name: self.linear[name] for name in self._adapted_names(lora)}
+        mean = sum(self.shares.get(name, 1.0) * (wide + high) for name, (wide, high) in shapes.items())
+        return round(self.num_layers * lora.rank * mean)
+
+    def _adapted_names(self, lora: LoraSettings) -> list[str]:
+        wanted = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
+        names = {target.rpartition(".")[2] for target in wanted}
+        return [name for name in self.linear if lora.rank and names & {name, "all-linear"}]
 
     def version_bytes(self, lora: LoraSettings, dtype: str) -> int:
         """Bytes of one version of the weights: of the adapter alone, if there is one, in fp32."""
         return 4 * self.adapter_parameters(lora) if lora.rank else self.num_parameters * BYTES[dtype]
 
     def cache_bytes(self, num_tokens: int, dtype: str) -> int:
-        """Bytes of the keys and values of a sequence, in whole pages."""
-        return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS * self.num_layers * self.key_value * BYTES[dtype]
+        """Bytes of the keys and values of a sequence, in whole pages, and of the two states of its recurrent layers."""
+        pages = -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS * self.num_kv_layers * self.key_value * BYTES[dtype]
+        if self.delta is None:
+            return pages
+        matrices = 4 * self.delta.heads * self.delta.key * self.delta.value
+        return pages + 2 * self.delta.num_layers * (matrices + self.delta.window * self.delta.channels * BYTES[dtype])
 
     def layer_activations(self, *, half: bool, trained: bool) -> int:
-        """Bytes per token of what one layer keeps for its backward pass.
+        """Bytes per token of what one layer keeps for its backward pass, the mean over the layers.
 
         A norm keeps its input and, where its weight is `trained`, the normalised one, in fp32. A linear layer keeps its input: in fp32 the
         one that layers share, in autocast (`half`) a copy each (query, key, value; gate, up). Attention keeps query, key, value and output; a
@@ -159,8 +203,29 @@ class PolicySizes:
         size = 2 if half else 4
         inputs = 2 * 5 * self.hidden if half else 4 * 2 * self.hidden
         attention = size * (2 * self.query + self.key_value)
+        if self.delta is not None:
+            # A gate beside the queries, and its product with what they read.
+            attention += 2 * size * self.query
+            num_recurrent = self.delta.num_layers
+            attention = (
+                self.num_kv_layers * attention + num_recurrent * self._delta_activations(size)
+            ) // self.num_layers
         mlp = (4 if self.routed else size) * 4 * self.mlp
         return (8 if trained else 4) * self.norms + inputs + attention + mlp + 4 * self.routed
+
+
+def _delta_modules(hidden: int, delta: DeltaWidths, *, is_fused: bool) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the linear modules of a recurrent layer."""
+    value = delta.heads * delta.value
+    out = {"out_proj": (value, hidden)}
+    if is_fused:
+        return out | {"in_proj_qkvz": (hidden, delta.channels + value), "in_proj_ba": (hidden, 2 * delta.heads)}
+    return out | {
+        "in_proj_qkv": (hidden, delta.channels),
+        "in_proj_z": (hidden, value),
+        "in_proj_b": (hidden, delta.heads),
+        "in_proj_a": (hidden, delta.heads),
+    }
 
 
 def actor_memory(
@@ -183,7 +248,7 @@ def actor_memory(
     lora = recipe.lora
     moments = _MOMENTS[recipe.optimizer.name]
     # Below an adapter, weights are in the type that the rollouts have, and nothing else of them is kept.
-    adapted = sum(wide * high for wide, high in sizes.adapted(lora))
+    adapted = sizes.adapted_elements(lora)
     frozen = (
         4 * sizes.num_parameters - (4 - BYTES[recipe.model.compute_type]) * sizes.num_layers * adapted
         if lora.rank
@@ -244,7 +309,7 @@ def _micro_batch(
         work["gathered weights"] = (4 + gradients) * sizes.other_parameters + layer_bytes * sizes.layer_parameters
     if half and not gathers_half:
         copies = 1 if checkpointing else sizes.num_layers
-        work["bfloat16 copies"] = 2 * copies * (sizes.layer_parameters - sum(adapted))
+        work["bfloat16 copies"] = 2 * copies * (sizes.layer_parameters - sizes.adapted_elements(recipe.lora))
     if adapted:
         work["merged weight"] = (8 if half else 4) * max(adapted)
     # Kept for the backward pass are all layers or their inputs, beside the last layer's output and norm.
@@ -290,7 +355,7 @@ def rollout_memory(
     host: dict[str, float] = {}
     if recipe.lora.rank:
         host["received version"] = sizes.version_bytes(recipe.lora, recipe.model.compute_type)
-        adapted = sum(wide * high for wide, high in sizes.adapted(recipe.lora))
+        adapted = sizes.adapted_elements(recipe.lora)
         host["base weights under the adapter"] = sizes.num_layers * adapted * size / tp
     elif on_gpu:
         host["received version"] = weights

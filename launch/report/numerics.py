@@ -12,7 +12,8 @@ from ...comm.errors import SettingError
 from ...comm.plugins import process_function
 from ...comm.recipe import Recipe
 from ...trainer.policy.checkpoint_files import find_checkpoint
-from ...trainer.policy.families import FAMILIES, is_exact_supported
+from ...trainer.policy.families import FAMILIES
+from ...trainer.policy.supported import is_exact_supported
 from ..config.checks.data import check_data
 from ..config.checks.recipe import check_family, check_function
 from ..config.device_defaults import with_device_defaults
@@ -163,7 +164,7 @@ def questions() -> Iterator[str]:
 
 def _verdict(whole: Mismatch, recipe: Recipe) -> Verdict:
     config = read_config(find_checkpoint(recipe.model.path))
-    has_experts = FAMILIES[config["model_type"]].has_experts
+    has_experts = FAMILIES[config["model_type"]].experts is not None
     bound = healthy_kl(recipe.model.compute_type, has_experts=has_experts)
     return verdict(whole, bound, _cure(recipe, config))
 

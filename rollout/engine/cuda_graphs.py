@@ -1,8 +1,9 @@
 """Captured CUDA graphs of the whole decode step: attention, head, sampling, and the move to the next position.
 
 All inputs of a step are tensors at fixed addresses, and a step prepares them for the next one: between two changes of rows
-a step is one replay, with a copy of added pages from the host, if there are any. Filters and penalties are operators over
-all logits, which follow the replay. Weights are overwritten in place, so graphs outlive a version.
+a step is one replay, with a copy of added pages from the host, if there are any. Rows that end or begin change their own entries
+alone, behind the step under way. Filters and penalties are operators over all logits, which follow the replay. Weights are overwritten in
+place, so graphs outlive a version.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ...trainer.policy.attention import Attention
     from ...trainer.policy.decoder import Head
     from .attention.cuda import TableAttention
-    from .batch import DecodeBatch
+    from .batch import DecodeBatch, RowChange
 
 _NARROWEST = 1024
 """Tokens of a row in the narrowest graph."""
@@ -53,24 +54,24 @@ class DecodeGraphs:
         """Pages of the longest row, likewise: a launch has a program for each part of the widest row's pages."""
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         """By rows, pages, and whether the graph draws, in the plain way."""
-        self._tokens, self._positions, self._num_drawn, self._keys = (
-            torch.zeros(max_running, dtype=torch.long, device=device) for _ in range(4)
-        )
+        self._tokens = torch.zeros(max_running, dtype=torch.long, device=device)
+        self._numbers = torch.zeros(3, max_running, dtype=torch.long, device=device)
+        self._positions, self._num_drawn, self._keys = self._numbers
         self._table = torch.zeros(max_running, max_pages, dtype=torch.int32, device=device)
         self._scale = torch.ones(max_running, 1, device=device)
         self._is_greedy = torch.zeros(max_running, dtype=torch.bool, device=device)
         self._logprobs = torch.zeros(max_running, device=device)
-        self._num_refills = -1
+        self._num_updates = -1
         self._pool: Any = None
 
     def decode(self, batch: "DecodeBatch") -> Sample:
         """Draw the next token of every row."""
         rows = len(batch)
         size = next(size for size in self._sizes if size >= rows)
-        if self._num_refills != batch.num_refills:
-            self._num_refills = batch.num_refills
+        if self._num_updates != batch.num_updates:
             self._load(batch, size)
-        elif batch.grown:
+            self._num_updates = batch.num_updates
+        if batch.grown:
             places = to_device(np.array(batch.grown, dtype=np.int64), batch.device)
             self._table[places[:, 0], places[:, 1]] = places[:, 2].int()
         num_pages = int(batch.num_pages.max())
@@ -91,17 +92,33 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def _load(self, batch: "DecodeBatch", size: int) -> None:
+        """Bring the inputs up to date with rows that have changed."""
         rows = len(batch)
-        for tensor in (self._tokens, self._positions, self._num_drawn, self._table):
-            tensor[rows:size].zero_()
-        positions, table = batch.at_refill
+        change = batch.change
+        sampling = batch.sampling
+        assert change is not None
+        if self._num_updates == batch.num_updates - 1 and not change.has_moved:
+            self._move(change)
+        else:  # at first, and after an update that no step followed
+            table = batch.table_on_device()
+            self._table.zero_()
+            self._table[:rows, : table.shape[1]] = table
+        self._numbers[:, :rows] = change.numbers
+        self._numbers[:, rows:size] = 0
         self._tokens[:rows] = batch.tokens
-        self._positions[:rows] = positions
-        self._num_drawn[:rows] = batch.num_drawn
-        self._keys[:rows] = batch.sampling.keys
-        self._is_greedy[:rows] = batch.sampling.is_greedy
-        self._scale[:rows] = 1.0 if batch.sampling.scale is None else batch.sampling.scale
-        self._table[:rows, : table.shape[1]] = table
+        self._is_greedy[:rows] = sampling.is_greedy
+        self._scale[:rows] = 1.0 if sampling.scale is None else sampling.scale
+
+    def _move(self, change: "RowChange") -> None:
+        """Let the rows of the table that stay follow one another, and put those that enter behind them."""
+        rows = change.num_kept + len(change.table)
+        if change.kept is not None:
+            before = self._table[:, : change.width]
+            before[: change.num_kept] = before.index_select(0, change.kept)
+        if change.num_kept < change.num_before:
+            self._table[change.num_kept : change.num_before].zero_()
+        if rows > change.num_kept:
+            self._table[change.num_kept : rows, : change.table.shape[1]] = change.table
 
     def _step(self, size: int, width: int, draws: bool) -> None:
         positions = self._positions[:size]
@@ -109,7 +126,7 @@ class DecodeGraphs:
         hidden = self._forward(self._tokens[:size], positions, self._attention)
         logits = self._head(hidden, out=self._logits)
         if draws:
-            rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
+            rows = SamplingBatch(self._keys[:size], self._scale[:size], self._is_greedy[:size])
             drawn = self._sample(logits, rows, self._num_drawn[:size])
             self._tokens[:size].copy_(drawn.tokens)
             self._logprobs[:size].copy_(drawn.logprobs)

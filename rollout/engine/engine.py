@@ -23,6 +23,8 @@ from .batch import DecodeBatch
 from .kv_cache import KVCache
 from .memory import available_memory, plan_cache
 from .page_pool import PagePool
+from .recurrent.state_cache import StateCache
+from .recurrent.state_pool import StatePool
 from .runner import Runner
 from .sampling import Sample, SamplingParams
 from .scheduler import Scheduler
@@ -88,13 +90,16 @@ class Engine:
         self.runner = Runner(policy, max_running, exact)
         plan = plan_cache(policy, page_size, max_running, kv_gb, available_memory(policy.device, gpu_share))
         shape = (plan.num_pages, policy.num_kv_heads // policy.tensor_parallel.size, page_size, policy.head_dim)
-        self.cache = KVCache(policy.num_layers, shape, policy.dtype, policy.device)
-        self.runner.use(self.cache, attention)
+        self.cache = KVCache(len(policy.kv_layers), shape, policy.dtype, policy.device)
+        self.states: StateCache | None = None
+        if policy.recurrent:
+            self.states = StateCache(policy.recurrent, plan.num_states, policy.dtype, policy.device)
+        self.runner.use(self.cache, attention, self.states)
         kept = plan.max_kept if prefix_cache else 0
         in_ranges = self.runner.attention.name == "pool"
         self.pool = PagePool(plan.num_pages, page_size, kept, in_ranges)
-        self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope)
-        self.batch = DecodeBatch(self.pool, policy)
+        self.scheduler = Scheduler(self.pool, max_running, prefill_tokens, policy.rope, StatePool(plan.num_states))
+        self.batch = DecodeBatch(self.pool, policy, max_running)
         self.description = f"{self.runner.description}, {plan}"
         log.info("generator: %s", self.description)
         self._is_checked = not exact
@@ -172,17 +177,16 @@ class Engine:
             finished += self._drain()
         scheduler.requeue_outdated()
         has_changed = bool(scheduler.make_room())
-        if self._in_flight is None:
+        if self._in_flight is None or scheduler.may_admit():
             if chunks := scheduler.next_chunks():
-                self.cache.copy_pages(self.pool.take_copies())
+                self._make_copies()
                 self.runner.prefill(chunks)
             has_changed |= bool(scheduler.fork_ready())
         if has_changed or self.batch.sequences != scheduler.running:
-            scheduler.compact()
-            self.batch.refill(scheduler.running)
+            self.batch.update(scheduler.running, has_moved=scheduler.compact())
         elif len(self.batch):
             self.batch.extend()
-        self.cache.copy_pages(self.pool.take_copies())
+        self._make_copies()
         return finished + self._decode() if len(self.batch) else finished
 
     def pause(self, trajectory_id: int) -> bool:
@@ -263,10 +267,9 @@ class Engine:
                 continue
             sequence = self.scheduler.find(trajectory_id)
             assert sequence is not None, f"no trajectory {trajectory_id}"
-            has_cache = with_cache and sequence.num_cached
-            cache = self.cache.export(sequence.pages, sequence.num_cached) if has_cache else None
+            exported = self._export_cache(sequence) if with_cache and sequence.num_cached else (None, None)
             self.scheduler.cancel(trajectory_id)
-            states.append(sequence.export_state(cache))
+            states.append(sequence.export_state(*exported))
         return states
 
     def import_sequences(self, states: Many[SequenceState]) -> None:
@@ -279,14 +282,19 @@ class Engine:
             if state.token_ids:
                 group.num_dropped = group.prefix_length
                 group.dropped_by = "moved"
-            if state.cache is not None and self.scheduler.reserve(group, state.cache.shape[2]):
-                self.cache.copy_pages(self.pool.take_copies())
+            has_states = self.states is None or (
+                state.states is not None and state.states.numel() == self.states.state_bytes
+            )
+            if state.cache is not None and has_states and self.scheduler.reserve(group, state.cache.shape[2]):
+                self._make_copies()
                 self.cache.load(group.pages, state.cache)
+                if self.states is not None and state.states is not None:
+                    self.states.load(group.state, state.states)
                 group.num_cached = state.cache.shape[2]
             self.scheduler.add(group)
 
     def check(self) -> None:
-        """Assert that the reference count of every page is right."""
+        """Assert that the reference count of every page is right, and that every place of a state has one owner."""
         self.scheduler.check()
 
     # ------------------------------------------------------------------------------------------------------- internals
@@ -299,6 +307,20 @@ class Engine:
         each = [params] * len(ids) if isinstance(params, SamplingParams) else params
         sequences = [self._sequence(prompt_ids, *sample) for sample in zip(each, ids, streams, strict=True)]
         self.scheduler.add(SequenceGroup(sequences, list(prompt_ids)))
+
+    def _make_copies(self) -> None:
+        """Copy pages and states where the scheduler asked for it."""
+        self.cache.copy_pages(self.pool.take_copies())
+        if self.states is not None:
+            self.states.copy(self.scheduler.states.take_copies())
+
+    def _export_cache(self, sequence: Sequence) -> tuple[Tensor, Tensor | None]:
+        """Keys and values of a sequence with a cache, and its state where there is one."""
+        # A step behind a stop has read the stop token too; a sequence that goes on without other tokens reads it again.
+        num_tokens = min(sequence.num_cached, sequence.num_tokens - 1)
+        place = sequence.states[num_tokens % 2]
+        state = None if self.states is None else self.states.export(place)
+        return self.cache.export(sequence.pages, num_tokens), state
 
     def _run_probes(self) -> list[Completion]:
         num_sampled = self.num_sampled
@@ -336,10 +358,11 @@ class Engine:
         return [] if before is None else self._read(before)
 
     def _must_drain(self) -> bool:
-        """Whether the next step's rows cannot be known before the launched one is read."""
-        if self._in_flight is None:
-            return False
-        return self.scheduler.may_change_rows() or self.batch.sequences != self.scheduler.running
+        """Whether a running sequence may lose its row in the next step, for which its newest token must be read.
+
+        A sequence whose end is not read yet takes part in one step more, the result of which is dropped.
+        """
+        return self._in_flight is not None and self.scheduler.may_requeue()
 
     def _drain(self) -> list[Completion]:
         """Read the launched step, if there is one."""
@@ -352,19 +375,25 @@ class Engine:
         if step.ready is not None:
             step.ready.synchronize()
         finished = []
-        for sequence, *drawn in zip(step.sequences, sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
+        num_read = 0
+        for sequence, token, logprob in zip(
+            step.sequences, sample.tokens.tolist(), sample.logprobs.tolist(), strict=True
+        ):
             if sequence.finish_reason:
                 continue  # it ended one step earlier, which was not read when this one was launched
-            sequence.append(*drawn)
-            self.num_sampled += sequence.finish_reason != "error"
-            if self.text.has_ended(sequence):
+            has_ended = sequence.append(token, logprob)
+            if sequence.stop_strings and self.text.has_ended(sequence):
                 sequence.finish_reason = "stop"
-            if sequence.finish_reason:
+                has_ended = True
+            if has_ended:
                 finished.append(sequence)
-            self.pool.wipes_pages |= sequence.finish_reason == "error"
+            num_read += 1
+        num_errors = sum(sequence.finish_reason == "error" for sequence in finished)
+        self.num_sampled += num_read - num_errors
+        self.pool.wipes_pages |= num_errors > 0
         for sequence in finished:
             self.scheduler.finish(sequence)
         if not self.scheduler.running:
-            self.batch.sequences = []
+            self.batch.update([])
             self._in_flight = None
         return [sequence.completion(self.text.decode(sequence)) for sequence in finished]

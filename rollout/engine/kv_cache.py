@@ -1,7 +1,7 @@
 """The tensors of the paged KV cache. `page_pool.py` says which pages are in use."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ class KVCache:
     ) -> None:
         self.num_kv_heads, self.page_size = shape[1:3]
         self._heads = torch.arange(self.num_kv_heads, device=device) * self.page_size
-        self.keys = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
-        self.values = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
+        self.keys = [lazy_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
+        self.values = [lazy_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
 
     def cache_rows(self, slots: Tensor) -> Tensor:
         """Rows [T * kv_heads] of the heads' vectors for slots [T]. A slot is page * page_size + offset."""
@@ -38,22 +38,8 @@ class KVCache:
         return keys, values
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy pages (source, target) as if one after the other; those that do not touch each other go together."""
-        together: dict[int, int] = {}
-        for source, target in copies:
-            if not {source, target}.isdisjoint(together) or target in together.values():
-                self._copy_together(together)
-                together = {}
-            together[target] = source
-        self._copy_together(together)
-
-    def _copy_together(self, sources: dict[int, int]) -> None:
-        if not sources:
-            return
-        places = to_device(np.array([*sources.values(), *sources], dtype=np.int64), self._heads.device)
-        source, target = places.split(len(sources))
-        for tensor in (*self.keys, *self.values):
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+        """Copy pages (source, target) as if one after the other."""
+        copy_as_ordered(copies, (*self.keys, *self.values), self._heads.device)
 
     def export(self, pages: list[int], num_tokens: int) -> Tensor:
         """Keys and values of the first tokens in these pages: [layers, 2, tokens, kv_heads, head_dim], on the host."""
@@ -76,7 +62,27 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def copy_as_ordered(copies: Iterable[tuple[int, int]], tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Copy rows (source, target) of each tensor as if one after the other; those that do not touch each other go together."""
+    together: dict[int, int] = {}
+    for source, target in copies:
+        if not {source, target}.isdisjoint(together) or target in together.values():
+            _copy_together(together, tensors, device)
+            together = {}
+        together[target] = source
+    _copy_together(together, tensors, device)
+
+
+def _copy_together(sources: dict[int, int], tensors: Sequence[Tensor], device: torch.device) -> None:
+    if not sources:
+        return
+    places = to_device(np.array([*sources.values(), *sources], dtype=np.int64), device)
+    source, target = places.split(len(sources))
+    for tensor in tensors:
+        tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on CPU in memory that the kernel allocates at first touch, so that an unused part of the pool costs nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -12,10 +12,12 @@ from ...comm.errors import SettingError
 from ...trainer.policy.decoder import Head, LeanDecoder
 from ...trainer.policy.exact.operators import ExactOperators, Run
 from ...trainer.policy.model import Policy
+from ...trainer.policy.recurrent.network import MixedAttention
 from .attention.backends import DecodeAttention, choose
 from .attention.cuda import TableAttention
 from .attention.prefill import ExactPrefillAttention, PrefillAttention
 from .cuda_graphs import DecodeGraphs
+from .recurrent.steps import MixedDecodeAttention, PrefillRecurrence, StateRun
 from .sampling import Sample, SamplingBatch, has_kernels, sample
 from .to_device import to_device
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ...trainer.policy.attention import Attention
     from .batch import DecodeBatch
     from .kv_cache import KVCache
+    from .recurrent.state_cache import StateCache
     from .scheduler import Chunk
 
 
@@ -39,6 +42,7 @@ class Runner:
     """
 
     cache: "KVCache"
+    states: "StateCache | None"
     attention: DecodeAttention
 
     def __init__(self, policy: Policy, max_running: int, exact: bool) -> None:
@@ -59,12 +63,15 @@ class Runner:
         self._scratch = None if has_kernels(policy.device) else torch.empty_like(self._logits)
         self._graphs: DecodeGraphs | None = None
 
-    def use(self, cache: "KVCache", attention: str) -> None:
-        """Take the cache, and choose the back-end of decoding by its name in `generator.attention`."""
+    def use(self, cache: "KVCache", attention: str, states: "StateCache | None" = None) -> None:
+        """Take the cache and the recurrent states, and choose the back-end of decoding by its name in `generator.attention`."""
         policy = self.policy
         tp = self.policy.tensor_parallel.size
         self.cache = cache
+        self.states = states
         self.attention = choose(attention, policy, cache, self.exact)
+        if states is not None:
+            self.attention = MixedDecodeAttention(self.attention, states, policy)
         # Sums over ranks are not captured.
         if tp == 1 and isinstance(self.attention, TableAttention) and not isinstance(self.forward, Policy):
             max_pages = -(-policy.context // cache.page_size)
@@ -115,6 +122,10 @@ class Runner:
         runs = [Run(c.start, c.stop, c.group.pages) for c in chunks]
         prefill = PrefillAttention if self.exact is None else partial(ExactPrefillAttention, self.exact)
         attention: Attention = prefill(self.cache, runs, device)
+        if self.states is not None:
+            state_runs = [StateRun(c.start, c.stop, c.group.state, c.saves) for c in chunks]
+            recurrence = PrefillRecurrence(self.states, state_runs, device)
+            attention = MixedAttention(attention, recurrence, self.policy.kv_layers)
         token_ids, places = (to_device(np.array(values, dtype=np.int64), device) for values in (tokens, positions))
         self.forward(token_ids, places, attention)
 

@@ -6,7 +6,7 @@ interruptions.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -83,35 +83,30 @@ class SamplingParams:
         """Whether tokens are drawn by the policy's probabilities, without a filter and without a penalty."""
         return not self.has_filter and self.repetition_penalty == 1
 
+    @property
+    def row(self) -> tuple[int | float | bool, ...]:
+        """The fields of `ROW`."""
+        is_greedy = self.temperature == 0
+        filters = (self.top_k, self.top_p, self.min_p) if self.has_filter else (0, 1.0, 0.0)
+        kind = _GREEDY if is_greedy else _RANDOM
+        kind += _SCALED * (self.temperature not in (0, 1)) + _FILTERED * self.has_filter
+        kind += _PENALIZED * (self.repetition_penalty != 1)
+        return (filters[0], 1 / (self.temperature or 1), *filters[1:], self.repetition_penalty, is_greedy, kind)
+
 
 def _is_count(number: object) -> bool:
     return isinstance(number, int) and number >= 1
 
 
-def sampling_columns(params: Sequence[SamplingParams], keys: Sequence[int]) -> dict[str, np.ndarray]:
-    """The parameters of rows and the keys of their random streams, an array each: [B], or [B, 1] where logits meet it.
-
-    Filters and penalties are left out where all rows are plain; a row without them has 0, or 1 for top_p and penalty.
-    """
-
-    def column(values: Sequence[float]) -> np.ndarray:
-        return np.array(values, dtype=np.float32)[:, None]
-
-    columns = {
-        "keys": np.array(keys, dtype=np.int64),
-        "is_greedy": np.array([p.temperature == 0 for p in params], dtype=bool),
-        "scale": column([1 / (p.temperature or 1) for p in params]),
-    }
-    if not all(p.is_plain for p in params):
-        columns["top_k"] = np.array([p.top_k if p.has_filter else 0 for p in params], dtype=np.int64)[:, None]
-        columns["top_p"] = column([p.top_p if p.has_filter else 1 for p in params])
-        columns["min_p"] = column([p.min_p if p.has_filter else 0 for p in params])
-        columns["penalty"] = column([p.repetition_penalty for p in params])
-    return columns
+ROW = np.dtype(
+    [("top_k", "i8"), ("scale", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("penalty", "f4"), ("is_greedy", "?"), ("kind", "u1")], align=True
+)  # fmt: skip
+"""The sampling of a row; filters and penalty are off as in `SamplingParams`. `kind` is a sum of the following."""
+_GREEDY, _RANDOM, _SCALED, _FILTERED, _PENALIZED = 1, 2, 4, 8, 16
 
 
 class Filters(NamedTuple):
-    """Filters and repetition penalties of rows, [B, 1] each, off where `sampling_columns` says."""
+    """Filters and repetition penalties of rows, [B, 1] each."""
 
     top_k: Tensor
     top_p: Tensor
@@ -122,34 +117,60 @@ class Filters(NamedTuple):
 class SamplingBatch:
     """The sampling parameters of the sequences that decode together, by row, on the device of the logits."""
 
-    def __init__(self, params: Sequence[SamplingParams], columns: Mapping[str, Tensor]) -> None:
-        """columns: those of `sampling_columns`, on the device."""
-        self.keys = columns["keys"]
-        self.is_greedy = columns["is_greedy"]
-        self.has_greedy = any(p.temperature == 0 for p in params)
-        self.has_random = any(p.temperature != 0 for p in params)
-        self.scale = None if all(p.temperature in (0, 1) for p in params) else columns["scale"]
-        self.has_filter = any(p.has_filter for p in params)
-        self.filters = Filters(*(columns[name] for name in Filters._fields)) if "penalty" in columns else None
+    def __init__(self, keys: Tensor, scale: Tensor | None, is_greedy: Tensor) -> None:
+        """Plain rows with any mixture of greedy and random ones."""
+        self.keys = keys
+        self.is_greedy = is_greedy
+        self.has_greedy = True
+        self.has_random = True
+        self.scale = scale
+        """None: the temperature of all rows is 1, or 0."""
+        self.has_filter = False
+        self.filters: Filters | None = None
         """None where all rows are plain."""
         self.seen: Tensor | None = None
-        self._has_penalty = any(p.repetition_penalty != 1 for p in params)
+        self._has_penalty = False
+
+    @staticmethod
+    def columns(rows: np.ndarray) -> dict[str, np.ndarray]:
+        """What `of` needs on the device of rows [B] of type `ROW`: [B], or [B, 1] where logits meet it."""
+        is_plain = not _kinds(rows) & (_FILTERED | _PENALIZED)
+        names = ("scale",) if is_plain else ("scale", *Filters._fields)
+        columns = {name: np.ascontiguousarray(rows[name])[:, None] for name in names}
+        return columns | {"is_greedy": np.ascontiguousarray(rows["is_greedy"])}
 
     @classmethod
-    def fixed(cls, keys: Tensor, scale: Tensor, is_greedy: Tensor) -> "SamplingBatch":
-        """Plain rows with parameters in tensors that may be overwritten: for captured graphs."""
-        rows = cls([], {"keys": keys, "is_greedy": is_greedy})
-        rows.scale = scale
-        rows.has_greedy = rows.has_random = True
-        return rows
+    def of(cls, rows: np.ndarray, keys: Tensor, columns: Mapping[str, Tensor]) -> "SamplingBatch":
+        """Of rows [B] of type `ROW`, with their `columns` on the device."""
+        kinds = _kinds(rows)
+        found = cls(keys, columns["scale"] if kinds & _SCALED else None, columns["is_greedy"])
+        found.has_greedy = kinds & _GREEDY > 0
+        found.has_random = kinds & _RANDOM > 0
+        found.has_filter = kinds & _FILTERED > 0
+        found._has_penalty = kinds & _PENALIZED > 0
+        if "penalty" in columns:
+            found.filters = Filters(*(columns[name] for name in Filters._fields))
+        return found
 
-    def record_tokens(self, tokens: Iterable[Sequence[int]], vocab_size: int) -> None:
-        """Mark the tokens of each row's prompt and response as seen, if a row has a repetition penalty."""
-        if self._has_penalty:
-            seen = np.zeros((len(self.keys), vocab_size), dtype=bool)
-            for row, own in zip(seen, tokens, strict=True):
-                row[own] = True
-            self.seen = to_device(seen, self.keys.device)
+    def record_tokens(self, seen: Tensor | None, entering: Sequence[Sequence[int]], vocab_size: int) -> None:
+        """Mark seen tokens, if a row has a repetition penalty: `seen` [rows that stay, vocab], and those of rows behind them that enter.
+
+        Without `seen` no row that stays has a penalty.
+        """
+        if not self._has_penalty:
+            return
+        marks = np.zeros((len(entering), vocab_size), dtype=bool)
+        for row, own in zip(marks, entering, strict=True):
+            row[own] = True
+        device = self.keys.device
+        if seen is None:
+            seen = torch.zeros(len(self.keys) - len(entering), vocab_size, dtype=torch.bool, device=device)
+        self.seen = torch.cat((seen, to_device(marks, device)))
+
+
+def _kinds(rows: np.ndarray) -> int:
+    """The kinds of all rows of type `ROW` together."""
+    return int(np.bitwise_or.reduce(rows["kind"], initial=0))
 
 
 class Sample(NamedTuple):

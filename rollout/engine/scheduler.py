@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from .prefix_cache import PrefixCache, digest
+from .recurrent.state_pool import StatePool
 from .sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Chunk(NamedTuple):
     group: SequenceGroup
     start: int
     stop: int
+    saves: list[tuple[int, int]]
+    """Numbers of tokens, in rising order, behind which the recurrent state is copied to a place."""
 
 
 class Scheduler:
@@ -37,10 +40,19 @@ class Scheduler:
     sequence. So the oldest always advances, provided that the pool holds one sequence of full context and one page more.
     """
 
-    def __init__(self, pool: "PagePool", max_running: int, prefill_tokens: int, rope: "RopeRows | None" = None) -> None:
+    def __init__(
+        self,
+        pool: "PagePool",
+        max_running: int,
+        prefill_tokens: int,
+        rope: "RopeRows | None" = None,
+        states: StatePool | None = None,
+    ) -> None:
         self.pool = pool
-        self.prefixes = PrefixCache(pool, rope)
+        self.states = states or StatePool()
+        self.prefixes = PrefixCache(pool, self.states, rope)
         self._rope = rope
+        self._has_switch = rope is not None and rope.switch is not None
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[SequenceGroup] = deque()
@@ -48,6 +60,8 @@ class Scheduler:
         self.paused: list[Sequence] = []
         self._untouched: dict[bytes, SequenceGroup] = {}
         """Waiting groups that no step has reached yet, by the digest of their tokens."""
+        self._saved: list[tuple[bytes, int]] = []
+        """The digests and places of states that the prefill of this step copies."""
         self._refused: tuple[SequenceGroup, int] | None = None
         """The group that found too few pages in the last admission, and how many were to spare."""
         self.num_preempted = 0
@@ -66,6 +80,7 @@ class Scheduler:
         sequence = group.sequences[0]
         if sequence.is_turn_over:
             sequence.pages = group.pages
+            sequence.states[group.num_cached % 2] = group.state
             sequence.num_cached = group.num_cached
             sequence.chain = group.chain
             self.paused.append(sequence)
@@ -79,19 +94,27 @@ class Scheduler:
         if not group.pages:
             self._untouched[group.digest] = group
 
-    def may_change_rows(self) -> bool:
-        """Whether sequences may enter or leave rows in the next step."""
-        may_enter = bool(self.waiting) and len(self.running) < self.max_running and not self._is_refused()
-        is_short = self.pool.num_free < sum(self._needs_page(s) for s in self.running)
-        is_last = any(len(s.token_ids) + 1 >= s.limit for s in self.running)
-        return may_enter or is_short or is_last or any(self.is_outdated(s) for s in self.running)
+    def may_requeue(self) -> bool:
+        """Whether running sequences may lose their rows in the next step: to others, or because their cache does not serve."""
+        count = len(self.running)
+        is_short = self.pool.num_free < count and self.pool.num_free < sum(self._needs_page(s) for s in self.running)
+        return is_short or self._has_outdated()
+
+    def may_admit(self) -> bool:
+        """Whether waiting sequences may enter rows in the next step."""
+        return bool(self.waiting) and len(self.running) < self.max_running and not self._is_refused()
 
     def is_outdated(self, sequence: Sequence) -> bool:
         """Whether the cache of a running sequence does not serve its next token."""
         return self._must_recompute(sequence.num_cached, sequence.num_cached)
 
+    def _has_outdated(self) -> bool:
+        return self._has_switch and any(self.is_outdated(s) for s in self.running)
+
     def requeue_outdated(self) -> None:
         """Queue the running sequences again whose cache does not serve their next token."""
+        if not self._has_switch:
+            return
         for sequence in [s for s in reversed(self.running) if self.is_outdated(s)]:
             self.running.remove(sequence)
             self._requeue(sequence, "rope")
@@ -99,12 +122,14 @@ class Scheduler:
     def make_room(self) -> list[Sequence]:
         """Give every running sequence the page for its next token; returns the sequences preempted for it."""
         preempted: list[Sequence] = []
-        for sequence in list(self.running):
+        size = self.pool.page_size
+        for sequence in [s for s in self.running if len(s.pages) * size <= s.num_cached]:
             if sequence in preempted:
                 continue
             while self._needs_page(sequence):
                 if self.pool.num_free > 0:
                     sequence.pages.append(self.pool.take())
+                    self._mark(sequence)
                 elif not self._drop_something():
                     preempted.append(self._preempt())
                     if preempted[-1] is sequence:
@@ -134,18 +159,22 @@ class Scheduler:
                 if self.running or chunks or not self._drop_something(keep=group):
                     self._refused = None if chunks else (group, self._num_spare())
                     return chunks
-            chunks.append(Chunk(group, group.num_cached, stop))
+            chunks.append(Chunk(group, group.num_cached, stop, []))
             budget -= stop - group.num_cached
             self.num_prefilled += stop - group.num_cached
             if (again := min(stop, group.num_dropped) - group.num_cached) > 0:
                 self.num_recomputed += again
                 self.recomputed[group.dropped_by] += again
             group.num_cached = stop
+            self._plan_saves(chunks[-1])
             self.prefixes.register(group, group.tokens, stop)
         return chunks
 
     def fork_ready(self) -> list[Sequence]:
-        """Move sequences of cached groups into free rows, oldest first, as far as the pages suffice."""
+        """Move sequences of cached groups into free rows, oldest first, as far as the pages suffice. The chunks are prefilled by now."""
+        for saved, place in self._saved:
+            self.states.keep(place, saved)
+        self._saved = []
         forks: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
             group = self.waiting[0]
@@ -172,13 +201,14 @@ class Scheduler:
         else:
             self._release(sequence)
 
-    def compact(self) -> None:
-        """Close the holes between the private pages in use, and between the shared ones.
+    def compact(self) -> bool:
+        """Close the holes between the private pages in use, and between the shared ones. Returns whether a page has moved.
 
         Attention that reads the whole range of pages in use reads its holes too, so they cost time. A few are tolerated.
         """
         if not self.pool.in_ranges:
-            return
+            return False
+        has_moved = False
         places: dict[int, list[tuple[Sequence | SequenceGroup, int]]] = {}
         for holder in (*self.running, *self.paused, *self.waiting):
             for index, page in enumerate(holder.pages):
@@ -194,8 +224,10 @@ class Scheduler:
                 target = self.pool.move(page, is_shared)
                 if target == page:
                     break
+                has_moved = True
                 for holder, index in places[page]:
                     holder.pages[index] = target
+        return has_moved
 
     def pause(self, trajectory_id: int) -> bool:
         """Take a running sequence out of its row; it keeps its pages until others need them. False if it is not running."""
@@ -222,6 +254,9 @@ class Scheduler:
             group.dropped_by = "rope"
             self._release(sequence)
         num_cached = min(sequence.num_cached, group.prefix_length)  # a step behind a stop has cached its token too
+        group.state = sequence.states[num_cached % 2]
+        sequence.states[num_cached % 2] = 0
+        self._drop_states(sequence)
         group.pages = sequence.pages
         group.num_cached = num_cached
         group.chain = sequence.chain
@@ -277,6 +312,9 @@ class Scheduler:
         waiting = set(map(id, self.waiting))
         assert all(id(group) in waiting for group in self._untouched.values()), "a group left unnoticed"
         self.pool.check([holder.pages for holder in (*self.running, *self.paused, *self.waiting)])
+        sequences = [*self.running, *self.paused]
+        places = [place for sequence in sequences for place in (*sequence.states, sequence.mark)]
+        self.states.check([*places, *(group.state for group in self.waiting)])
 
     def _must_recompute(self, num_cached: int, position: int) -> bool:
         return self._rope is not None and self._rope.must_recompute(num_cached, position)
@@ -297,21 +335,32 @@ class Scheduler:
     def _take_pages(self, group: SequenceGroup, num_tokens: int) -> bool:
         """Grow a group's pages to hold `num_tokens`. One free page per running row stays in reserve."""
         missing = self.pool.pages_for(num_tokens) - len(group.pages)
-        if missing > self._num_spare():
+        if missing > self._num_spare() or not (group.state or self.states.has_room(1)):
             return False
+        group.state = group.state or self.states.take()
         num_shared = group.prefix_length // self.pool.page_size if len(group.sequences) > 1 else 0
         for _ in range(missing):
             group.pages.append(self.pool.take(is_shared=len(group.pages) < num_shared))
         return True
 
     def _can_fork(self, group: SequenceGroup) -> bool:
-        needs_page = len(group.sequences) > 1 or group.prefix_length % self.pool.page_size == 0
-        return not needs_page or self.pool.num_free > 0
+        is_last = len(group.sequences) == 1
+        needs_page = not is_last or group.prefix_length % self.pool.page_size == 0
+        has_states = self.states.has_room(1 if is_last and group.state else 2)
+        return has_states and (not needs_page or self.pool.num_free > 0)
 
     def _fork(self, group: SequenceGroup) -> Sequence:
         sequence = group.sequences.pop(0)
+        sequence.num_entries += 1
         sequence.num_cached = group.prefix_length
         sequence.chain = group.chain
+        parity = group.prefix_length % 2
+        if group.sequences or not group.state:
+            sequence.states[parity] = self.states.take(group.state)
+        else:
+            sequence.states[parity] = group.state
+            group.state = 0
+        sequence.states[1 - parity] = self.states.take(None)
         num_full, rest = divmod(group.prefix_length, self.pool.page_size)
         if not group.sequences:
             sequence.pages = group.pages
@@ -365,15 +414,52 @@ class Scheduler:
         if group.num_cached >= group.num_dropped:
             group.num_dropped = group.num_cached
             group.dropped_by = reason
+        self.states.give_back([group.state])
         group.pages = []
+        group.state = 0
         group.num_cached = 0
         group.chain = None
+
+    def _plan_saves(self, chunk: Chunk) -> None:
+        """Let the state be copied behind the last full page of a prefix, and behind the pages that another one has in common with it."""
+        group, start, stop, saves = chunk
+        ends = {group.prefix_length // self.pool.page_size * self.pool.page_size, group.num_known}
+        for end in sorted(end for end in ends if start < end <= stop):
+            saved = self.prefixes.digest_at(group, group.tokens, end)
+            if saved is not None and self._has_spare_state():
+                saves.append((end, self.states.take(None)))
+                self._saved.append((saved, saves[-1][1]))
+
+    def _mark(self, sequence: Sequence) -> None:
+        """Copy the state of a running sequence whose tokens fill whole pages, while no other sequence needs the place."""
+        if not self._has_spare_state() or not self.pool.max_kept:
+            return
+        sequence.mark = sequence.mark or self.states.take(None)
+        sequence.num_marked = sequence.num_cached
+        self.states.copy(sequence.states[sequence.num_cached % 2], sequence.mark)
+
+    def _has_spare_state(self) -> bool:
+        """Whether there are more places than the free rows and one group need."""
+        return self.states.num_free > 2 * (self.max_running - len(self.running)) + 1
+
+    def _drop_states(self, sequence: Sequence) -> None:
+        """Give back the places of a sequence without pages."""
+        self.states.give_back([*sequence.states, sequence.mark])
+        sequence.states = [0, 0]
+        sequence.mark = 0
 
     def _release(self, sequence: Sequence) -> None:
         tokens = sequence.prompt_ids + sequence.token_ids
         # A step whose token is not read yet may have cached one more.
-        self.prefixes.register(sequence, tokens, min(sequence.num_cached, len(tokens)))
+        num_valid = min(sequence.num_cached, len(tokens))
+        if sequence.mark and sequence.num_marked <= num_valid and sequence.finish_reason != "error":
+            saved = self.prefixes.digest_at(sequence, tokens, sequence.num_marked)
+            if saved is not None:
+                self.states.keep(sequence.mark, saved)
+                sequence.mark = 0
+        self.prefixes.register(sequence, tokens, num_valid)
         self.pool.give_back(sequence.pages)
+        self._drop_states(sequence)
         sequence.pages = []
         sequence.num_cached = 0
         sequence.chain = None

@@ -55,6 +55,8 @@ class SequenceState:
     """The first token of the present turn in `token_ids`."""
     is_turn_over: bool = False
     """Whether it is paused until a `resume`."""
+    states: Tensor | None = None
+    """Beside a cache, the state of recurrent layers behind its tokens, uint8 [num_bytes]; None without layers of that kind."""
 
 
 class Chain(NamedTuple):
@@ -82,8 +84,15 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=lambda: [0, 0])
+    """The places of its recurrent state behind an even number of tokens and behind an odd one; 0: none."""
+    mark: int = 0
+    """The place of a copy of its state behind `num_marked` tokens, which fill whole pages; 0: none."""
+    num_marked: int = 0
     chain: Chain | None = None
     num_cached: int = 0
+    num_entries: int = 0
+    """How often it has entered a row."""
     num_dropped: int = 0
     """Tokens that were cached before a paused sequence lost its pages, by `dropped_by`."""
     dropped_by: str = ""
@@ -101,17 +110,21 @@ class Sequence:
         """Whether it has stopped, and its environment decides how it goes on."""
         return self.params.pause_at_stop and self.finish_reason == "stop"
 
-    def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token; sets `finish_reason` when it ends the trajectory. One of probability NaN is not taken."""
+    def append(self, token: int, logprob: float) -> bool:
+        """Take a sampled token; sets `finish_reason` when it ends the trajectory, and returns whether it does. One of probability NaN
+        is not taken."""
         if math.isnan(logprob):
             self.finish_reason = "error"
-            return
+            return True
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
+        else:
+            return False
+        return True
 
     def insert(self, token_ids: Many[int]) -> None:
         """Append tokens that were not sampled, with 0 as their log-probability; the next turn begins if one is over."""
@@ -132,10 +145,10 @@ class Sequence:
         self.turn_start = state.turn_start
         self.finish_reason = "stop" if state.is_turn_over else ""
 
-    def export_state(self, cache: Tensor | None = None) -> SequenceState:
+    def export_state(self, cache: Tensor | None = None, states: Tensor | None = None) -> SequenceState:
         tokens = (self.prompt_ids, self.token_ids, self.logprobs)
         place = (self.turn_start, self.is_turn_over)
-        return SequenceState(self.trajectory_id, self.key, self.params, *tokens, cache, *place)
+        return SequenceState(self.trajectory_id, self.key, self.params, *tokens, cache, *place, states)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +162,10 @@ class SequenceGroup:
     sequences: list[Sequence]
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
+    state: int = 0
+    """The place of the recurrent state behind these tokens; 0: none."""
+    num_known: int = 0
+    """Tokens whose pages were found, though no state behind them was."""
     chain: Chain | None = None
     num_cached: int = 0
     num_dropped: int = 0

@@ -13,7 +13,7 @@ from headrace.comm.errors import SettingError
 from headrace.comm.recipe import AlgorithmSettings, GeneratorSettings, ModelSettings, Recipe
 from headrace.launch.config.checks.recipe import check_family, model_facts
 from headrace.launch.config.model_files import model_digests
-from headrace.trainer.policy import families
+from headrace.trainer.policy import supported
 
 
 def test_files_of_the_policy_that_all_hosts_need_alike_have_a_digest(tmp_path: Path):
@@ -35,7 +35,7 @@ def test_exact_mode_on_a_gpu_without_triton_is_refused_before_a_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     policy, generator = tiny_policy(tmp_path), GeneratorSettings(exact=True)
-    monkeypatch.setattr(families, "find_spec", lambda name: None)
+    monkeypatch.setattr(supported, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     check_family(generator, AlgorithmSettings(), policy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.policies import random_prompts
+from support.policies import random_prompts, tiny_policy
 from support.rollout_play import FAST_LINK, PARAMS, SAMPLES, EngineGenerator, Play
 
 from headrace.comm.errors import MessageRefused
@@ -103,13 +103,17 @@ def run(engine: Engine) -> list[Completion]:
     return completions
 
 
-def test_a_malformed_payload_is_refused(llama: Path):
-    engine = Engine(llama)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_malformed_payload_is_refused(tmp_path: Path, family: str):
+    engine = Engine(tiny_policy(tmp_path, family))
     engine.add_group([5, 6, 7], PARAMS, [1])
     engine.step()
     states = engine.export_sequences([1], with_cache=True)
     payload = np.concatenate(encode_rows([MovedRow(LeasedRow(RowId(1, 0, 0), 1, 0, {}), state) for state in states]))
-    assert len(decode_rows(payload)) == 1
+    (found,) = decode_rows(payload)
+    assert (found.state.states is None) == (family == "llama")
+    if found.state.states is not None and states[0].states is not None:
+        assert torch.equal(found.state.states, states[0].states)
     for broken in (payload[:5], payload[:40], payload[:-1], payload[8:], np.zeros(64, np.uint8)):
         with pytest.raises(MessageRefused, match="malformed (frame|payload)"):
             decode_rows(broken)

@@ -150,7 +150,7 @@ def rotated(heads, rule):
 
 def draw(logits, scale, is_greedy, keys, positions):
     """`triton_draw` by its formula, which is that of the operators."""
-    rows = SamplingBatch.fixed(keys, scale, is_greedy)
+    rows = SamplingBatch(keys, scale, is_greedy)
     with MonkeyPatch.context() as patch:
         patch.setattr(sampling, "has_kernels", lambda device: False)
         return sampling.sample(logits.clone(), rows, positions)

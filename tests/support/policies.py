@@ -8,6 +8,8 @@ from support.assets import ASSETS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headrace.trainer.policy.families import FAMILIES as DECLARED
+
 STORIES = ASSETS / "stories260k"
 """A real pre-trained policy of 260K parameters."""
 
@@ -76,7 +78,41 @@ FAMILIES = {
         "sliding_window": 24,
         "swiglu_limit": 0.5,
     },
+    "glm4": {},
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
 }
+
+DELTA_NET = {
+    "initializer_range": 0.06,  # with larger weights fp32 itself, in transformers too, is wrong by more than tests allow
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+}
+"""Three layers with states, of grouped heads, and one of attention."""
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+FAMILIES |= {
+    "qwen3_next": DELTA_NET | QWEN_EXPERTS,
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | QWEN_EXPERTS,
+}
+LLAMA_LINE = [name for name, family in DECLARED.items() if family.is_llama_line]
 
 LONGROPE: dict[str, Any] = {
     "rope_parameters": {
@@ -108,6 +144,9 @@ def tiny_policy(folder, family="llama", seed=0, **changes) -> Path:
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight.add_(0.2 * torch.randn(weight.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape))
     path = Path(folder) / family
     model.save_pretrained(path)
     character_tokenizer().save_pretrained(path)

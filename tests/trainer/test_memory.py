@@ -106,6 +106,8 @@ def peak_of_training(path, recipe):
         ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 6, "vocab_size": 2000}, 0),
         ("gemma3_text", {"num_hidden_layers": 6}, 0),
         ("mixtral", {}, 0),
+        ("qwen3_5_text", {"linear_key_head_dim": 32, "linear_value_head_dim": 32}, 0),
+        ("qwen3_5_text", {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 32}, 8),
         ("llama", {"tie_word_embeddings": False, "num_hidden_layers": 6}, 8),
     ],
 )

@@ -58,7 +58,9 @@ def errors(found: tuple[np.ndarray, torch.Tensor], expected: tuple[np.ndarray, t
     return float(abs(found[0] - expected[0]).mean()), float((found[1] - expected[1]).norm() / expected[1].norm())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo3", "granite"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo3", "granite", "qwen3_5_text"]
+)
 def test_log_probs_and_gradients_are_as_near_to_float64_as_those_of_autocast(family, tmp_path):
     """A mean of three policies, for an error of a few roundings varies by a third."""
     ratios: list[list[float]] = []

@@ -19,6 +19,7 @@ PAIRS = TrainerSettings(shard_ranks=2)
         pytest.param("llama", {"vocab_size": 127}, 4, PAIRS, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {}, 2, TrainerSettings(), marks=pytest.mark.slow),
         pytest.param("mixtral", {}, 4, PAIRS, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", {}, 2, CHECKPOINTED, marks=pytest.mark.slow),
     ],
     ids=str,
 )

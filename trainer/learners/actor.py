@@ -213,7 +213,7 @@ class Actor:
         weights = None
         if batch.tree is not None:  # a shared token counts as often as it is in rows
             weights = to_device(torch.from_numpy(np.bincount(batch.tree.row_nodes)), self.group.device)
-        router_loss = load_balancing_loss(router_logits, self.policy.config.num_experts_per_tok, weights)
+        router_loss = load_balancing_loss(router_logits, self.policy.widths.passed, weights)
         loss = terms.loss + router_coef * terms.weight * router_loss
         return logprobs, terms._replace(loss=loss), router_loss.detach() * terms.weight
 

@@ -29,7 +29,7 @@ class ValueModel(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
-        self.head = nn.Linear(policy.config.hidden_size, 1, bias=False, device=policy.device)
+        self.head = nn.Linear(policy.widths.hidden, 1, bias=False, device=policy.device)
         nn.init.zeros_(self.head.weight)
         if not policy.config.tie_word_embeddings:
             policy.head.weight.requires_grad_(False)

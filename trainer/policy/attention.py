@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from ...comm.errors import SettingError
 from .device import to_device
 from .fused_attention import fused_attention, fused_attention_backward
-from .length_classes import length_classes
+from .length_classes import PaddedClasses
 
 NAME = "headrace"
 """The attention implementation's name within transformers."""
+_IGNORED = frozenset(("dropout", "position_ids", "use_cache"))
+"""Arguments of an attention function that do not change what is computed here; dropout is refused before."""
 _HAS_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # PyTorch 2.12 and later
 
 
@@ -60,9 +63,11 @@ def _dispatch(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     assert attention_mask is None, "the attention object masks by itself"
+    if unknown := [name for name, value in others.items() if value is not None and name not in _IGNORED]:
+        raise SettingError(f"model.path: attention with {', '.join(unknown)} is not supported")
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     # Some families put the window into the mask only, and keep it in the module.
     window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
@@ -94,40 +99,25 @@ class PackedAttention:
         self._lengths = lengths
         self._device = device
         self._longest = max(lengths)
-        self._starts = torch.tensor([0, *lengths]).cumsum(0)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if takes_varlen(query.device.type, query.dtype, spec):
             starts = self._device_starts
             return varlen_attention(query, key, value, (starts, starts), (self._longest, self._longest), spec)
         outputs = []
-        classes, inverse = self._padded
-        for tokens, size in classes:
+        for tokens, size in self._padded.classes:
             q, k, v = (x.index_select(0, tokens).unflatten(0, size).transpose(1, 2) for x in (query, key, value))
             outputs.append(causal_attention(q, k, v, spec).transpose(1, 2).flatten(0, 1))
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return out.index_select(0, inverse)
+        return self._padded.unpad(outputs)
 
     @cached_property
     def _device_starts(self) -> Tensor:
-        return to_device(self._starts.int(), self._device)
+        starts = torch.tensor([0, *self._lengths]).cumsum(0, dtype=torch.int32)
+        return to_device(starts, self._device)
 
     @cached_property
-    def _padded(self) -> tuple[list[tuple[Tensor, tuple[int, int]]], Tensor]:
-        """For each class its tokens [members * longest] and (members, longest); for each token its place in all classes."""
-        found: list[tuple[Tensor, tuple[int, int]]] = []
-        inverse = torch.empty(sum(self._lengths), dtype=torch.long)
-        padded = 0
-        for members in length_classes(self._lengths):
-            sizes = torch.tensor([self._lengths[index] for index in members])
-            longest = int(sizes[0])
-            offsets = torch.arange(longest)
-            tokens = self._starts[members][:, None] + torch.minimum(offsets[None, :], sizes[:, None] - 1)
-            is_real = offsets[None, :] < sizes[:, None]
-            inverse[tokens[is_real]] = padded + is_real.flatten().nonzero().flatten()
-            found.append((to_device(tokens.flatten(), self._device), (len(members), longest)))
-            padded += tokens.numel()
-        return found, to_device(inverse, self._device)
+    def _padded(self) -> PaddedClasses:
+        return PaddedClasses(self._lengths, self._device)
 
 
 class ChunkAttention:
@@ -252,12 +242,3 @@ def rope_table(model: Any, num_rows: int, dtype: torch.dtype, device: torch.devi
     cos, sin = model.rotary_emb(torch.empty(1, dtype=dtype, device=device), torch.arange(num_rows, device=device)[None])
     half = cos.shape[-1] // 2
     return cos[0].unsqueeze(1), torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).unsqueeze(1)
-
-
-def window_of(config: Any, layer: int) -> int | None:
-    """The sliding window of a layer of the Llama line, as transformers' modules choose it."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and config.model_type in ("qwen2", "qwen3"):
-        return window if kinds[layer] == "sliding_attention" else None
-    return window if config.model_type in ("mistral", "phi3") else None

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Attention, AttentionSpec, rope_table, window_of
+from .attention import Attention, AttentionSpec, rope_table
 from .decode_linear import DecodeLinear
 from .exact.blocks import products_of
-from .families import is_llama_line
+from .families import is_llama_line, window_of
 
 if TYPE_CHECKING:
     from .exact.operators import ExactOperators

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -29,17 +29,31 @@ _SHOWN = 4
 
 
 @torch.no_grad()
-def read_weights(model: PreTrainedModel, folder: Path) -> None:
+def read_weights(model: PreTrainedModel, folder: Path, *, buffers_only: bool = False) -> None:
     """Fill the parameters and persistent buffers of a model but its adapter; of a sharded one, the rows that this rank holds.
 
-    Raises SettingError for weights that are missing, unknown, of another shape or not finite, and for damaged files.
+    buffers_only: leave the parameters. Raises SettingError for weights that are missing, unknown, of another shape or not finite, and for damaged files.
     """
     with ExitStack() as files:
         tensors = _open(folder, files)
         reader = _WeightReader(model, folder)
+        if buffers_only:
+            reader.targets = persistent_buffers(model)
+            kinds = {_kind(name) for name in reader.targets}
+            tensors = {name: tensor for name, tensor in tensors.items() if _kind(name) in kinds}
         for name, tensor in _renamed(model, reader.targets, tensors, folder):
             reader.take(name, tensor)
         reader.check_complete()
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a checkpoint that no training changes, by name; most families have none."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 class _WeightReader:

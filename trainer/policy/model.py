@@ -30,11 +30,14 @@ from .attention import NAME, Attention, PackedAttention
 from .checkpoint_files import find_checkpoint
 from .device import to_device
 from .exact.decoder import ExactDecoder
-from .families import cap_of, check_exact_supported, check_splittable, check_supported, family_of, text_config
+from .families import MULTIMODAL, Widths, cap_of, family_of, text_config
 from .lm_head import LogitsHead
-from .loading import read_weights
+from .loading import persistent_buffers, read_weights
 from .prefix_tree import PrefixTree
+from .recurrent.network import DeltaNet, MixedAttention, install
+from .recurrent.packed import PackedRecurrence, TreeRecurrence
 from .rope import LongRope, RopeRows
+from .supported import check_exact_supported, check_layers, check_splittable, check_supported
 from .tensor_parallel import TensorParallel, splits_for
 from .tree_attention import TreeAttention
 
@@ -53,6 +56,8 @@ class Policy(nn.Module):
     """
 
     exact: ExactDecoder | None = None
+    is_part = False
+    """Whether its checkpoint has other parts beside this language model."""
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int]) -> None:
         super().__init__()
@@ -60,18 +65,28 @@ class Policy(nn.Module):
         self.config = model.config
         self.stop_ids = stop_ids
         self.context: int = self.config.max_position_embeddings
-        self.num_layers: int = self.config.num_hidden_layers
-        self.num_heads: int = self.config.num_attention_heads
-        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
-        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
-        self.vocab_size: int = self.config.vocab_size
+        self.widths = widths = Widths.of(self.config)
+        self.num_layers = widths.num_layers
+        self.num_heads = widths.heads
+        self.num_kv_heads = widths.kv_heads
+        self.head_dim = widths.head_dim
+        self.vocab_size = widths.vocab
         family = family_of(self.config)
         self.logit_softcap = cap_of(self.config, family.logit_cap)
         self.logit_divisor: float = getattr(self.config, family.logit_divisor) if family.logit_divisor else 1.0
         self.tensor_parallel = TensorParallel()
+        layers: Any = model.base_model.layers
+        check_layers(self.config, (name for layer in layers for name, _ in layer.named_parameters()))
         self.rope = RopeRows(self.config)
+        self.recurrent: dict[int, DeltaNet] = install(layers_of(model)) if family.is_recurrent else {}
+        """The layers that have states in place of keys and values, by their index."""
         if self.rope.switch is not None:
             model.base_model.rotary_emb = LongRope(self.config, self.rope.switch)
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers that have keys and values."""
+        return [layer for layer in range(self.num_layers) if layer not in self.recurrent]
 
     @property
     def head(self) -> nn.Linear:
@@ -101,8 +116,7 @@ class Policy(nn.Module):
     def checkpoint_activations(self) -> None:
         """From now on keep only the layers' inputs for the backward pass, which computes the layers again."""
         assert self.exact is None, "exact mode computes the layers itself"
-        layers: Any = self.model.base_model.layers
-        for layer in layers:
+        for layer in layers_of(self.model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def compile_layers(self) -> None:
@@ -110,8 +124,9 @@ class Policy(nn.Module):
         assert self.exact is None, "exact mode computes the layers itself"
         # Attention has another plan in each micro-batch, for which a layer would be compiled again.
         AttentionInterface.register(NAME, torch.compiler.disable(AttentionInterface()[NAME]))
-        layers: Any = self.model.base_model.layers
-        for layer in layers:
+        for net in self.recurrent.values():
+            net.module.forward = torch.compiler.disable(net.module.forward)
+        for layer in layers_of(self.model):
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
     @torch.no_grad()
@@ -187,14 +202,20 @@ class Policy(nn.Module):
         Weights that are offloaded lie elsewhere, so `self.device` is not this one.
         """
         token_ids, positions = (to_device(torch.from_numpy(x).long(), device) for x in (tree.token_ids, tree.positions))
-        return self(token_ids, positions, TreeAttention(tree, device))
+        attention = TreeAttention(tree, device)
+        if self.recurrent:
+            return self(token_ids, positions, MixedAttention(attention, TreeRecurrence(tree, device)))
+        return self(token_ids, positions, attention)
 
     def _forward_sequences(self, token_ids: Tensor, lengths: list[int]) -> Tensor:
         rows = [self.rope.of_chunk(0, length, length) for length in lengths]
         positions = to_device(torch.cat([torch.arange(row.start, row.stop) for row in rows]), token_ids.device)
         if self.exact is not None:
             return self.exact(token_ids, positions, self.exact.packed_attention(lengths))
-        return self(token_ids, positions, PackedAttention(lengths, token_ids.device))
+        attention = PackedAttention(lengths, token_ids.device)
+        if self.recurrent:
+            return self(token_ids, positions, MixedAttention(attention, PackedRecurrence(lengths, token_ids.device)))
+        return self(token_ids, positions, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, vocab] in fp32 of hidden states [T, hidden]. Differentiable."""
@@ -221,6 +242,12 @@ class Policy(nn.Module):
         return LogitsHead(head.weight, of_products, exact, self.logit_divisor, self.logit_softcap)
 
 
+def layers_of(model: PreTrainedModel) -> Any:
+    """The decoder layers of a model."""
+    layers: Any = model.base_model.layers
+    return layers
+
+
 def load_policy(
     path: str | Path,
     dtype: str | torch.dtype = "float32",
@@ -232,7 +259,7 @@ def load_policy(
 ) -> Policy:
     """The policy of a Hugging Face checkpoint.
 
-    With `weights=False` only its structure, with uninitialised parameters. `shard` distributes such a policy over ranks and
+    With `weights=False` only its structure and persistent buffers, with uninitialised parameters. `shard` distributes such a policy over ranks and
     their devices before its weights are read, so that no rank holds all of them. With `tensor_parallel` it is split before
     it is moved, so the device never holds more than this rank's slices. Raises SettingError for a missing or damaged
     checkpoint and for a feature that would be computed wrongly.
@@ -244,11 +271,13 @@ def load_policy(
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.path: no Hugging Face checkpoint at {path} ({_first_line(error)})") from error
+    is_part = config.model_type in MULTIMODAL
     config = text_config(config)
     check_supported(config)
     with LOADING:
         model = _build(path, config, wanted)
     policy = Policy(model.eval(), _stop_ids(path, config))
+    policy.is_part = is_part
     if tensor_parallel is not None:
         if weights:
             read_weights(model, find_checkpoint(path))
@@ -259,6 +288,8 @@ def load_policy(
         policy.to(device)
     if weights and tensor_parallel is None:
         read_weights(model, find_checkpoint(path))
+    if not weights and persistent_buffers(model):
+        read_weights(model, find_checkpoint(path), buffers_only=True)
     if exact:
         policy.make_exact()
     return policy

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.tensor_split import TensorSplit
+from .families import Widths
 
 _BY_ROWS = frozenset(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
 _BY_COLUMNS = frozenset(("o_proj", "down_proj"))
@@ -70,11 +71,12 @@ def _split_of(name: str, config: Any) -> TensorSplit | None:
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
     if module == "qkv_proj":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        return TensorSplit(0, tuple(heads * head_dim for heads in counts))
+        widths = Widths.of(config)
+        counts = (widths.heads, widths.kv_heads, widths.kv_heads)
+        return TensorSplit(0, tuple(heads * widths.head_dim for heads in counts))
     if module == "gate_up_proj":
-        return TensorSplit(0, (config.intermediate_size, config.intermediate_size))
+        width = Widths.of(config).mlp
+        return TensorSplit(0, (width, width))
     if module in _BY_ROWS:
         return TensorSplit(0)
     return TensorSplit(1) if module in _BY_COLUMNS and kind == "weight" else None

@@ -20,7 +20,7 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
             f" {recipe.trainer.engine} and {recipe.rollout.engine}"
         )
     from ....trainer.policy.adapter_files import AdapterBase, start_adapter, start_folder
-    from ....trainer.policy.families import FAMILIES
+    from ....trainer.policy.families import family_of
     from ....trainer.policy.lora import adapter_shapes, target_layers
     from ....trainer.policy.model import load_policy
 
@@ -31,7 +31,7 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
         start = Path(lora.path) if recipe.run.resume == "restart" else start_folder(recipe.run.dir, lora)
         start_adapter(shapes, lora, start, AdapterBase.read(recipe.model.path))
     warnings = _warn_of_start(recipe.run, lora)
-    if FAMILIES[policy.config.model_type].has_experts:
+    if family_of(policy.config).experts is not None:
         warnings.append(
             f"lora.targets: the experts of model type '{policy.config.model_type}' are fused and take no adapter"
         )

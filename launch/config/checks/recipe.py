@@ -34,7 +34,9 @@ from ....rollout.environments.schemas import tool_schemas
 from ....rollout.rewards.addresses import open_address
 from ....rollout.rewards.ready import NEEDS, READY
 from ....trainer.memory import PAGE_TOKENS, PolicySizes
-from ....trainer.policy.families import FAMILIES, check_exact_supported, check_supported
+from ....trainer.policy.checkpoint_files import find_checkpoint
+from ....trainer.policy.families import FAMILIES, Family
+from ....trainer.policy.supported import check_exact_supported, check_router_loss, check_supported
 from ...placement import check_replicas
 from ..model_files import ModelFiles, model_digests, read_config
 from ..run_folder import CONFIG_FILE, JOURNAL_FILE, under_way
@@ -204,8 +206,8 @@ def check_family(generator: GeneratorSettings, algorithm: AlgorithmSettings, fol
         import torch
 
         check_exact_supported(config, "cuda" if torch.cuda.is_available() else "cpu")
-    if algorithm.router_aux_coef and not FAMILIES[config.model_type].has_experts:
-        raise SettingError(f"algorithm.router_aux_coef: model type '{config.model_type}' has no experts; set it to 0")
+    if algorithm.router_aux_coef:
+        check_router_loss(config)
 
 
 def check_tp(tp: int, policy: ModelFiles) -> None:
@@ -214,7 +216,7 @@ def check_tp(tp: int, policy: ModelFiles) -> None:
         return
     from transformers import AutoConfig
 
-    from ....trainer.policy.families import check_splittable
+    from ....trainer.policy.supported import check_splittable
 
     check_splittable(AutoConfig.from_pretrained(policy.folder, trust_remote_code=False), tp)
 
@@ -327,7 +329,8 @@ def model_facts(role: str, recipe: Recipe) -> dict[str, str]:
     """
     if recipe.is_emulated or role not in ("actor", "rollout", "shard", "reference"):
         return {}
-    with_weights = role in ("actor", "reference") or recipe.lora.rank > 0
+    family = FAMILIES.get(read_config(find_checkpoint(recipe.model.path)).get("model_type", ""), Family())
+    with_weights = role in ("actor", "reference") or recipe.lora.rank > 0 or family.has_buffers
     facts = model_digests(recipe.model.path, with_weights=with_weights)
     if recipe.generator.exact and role in ("actor", "rollout"):
         from ....trainer.policy.exact.machine import kernels_of_machine

@@ -55,6 +55,7 @@ def test_greedy_tokens_are_those_of_transformers_and_logprobs_those_of_the_train
     ("family", "changes", "feature"),
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act=gelu in recurrent layers"),
         (
             "gpt_oss",
             {"quantization_config": {"quant_method": "mxfp4"}},

@@ -45,13 +45,13 @@ def test_the_entries_that_each_step_adds_keep_a_copied_table_equal_to_the_batch_
     engine = Engine(tiny_policy(tmp_path), max_running=5, page_size=64)
     for index, prompt in enumerate(random_prompts(9, longest=120)):
         engine.add_group(prompt, SamplingParams(max_new_tokens=130, ignore_eos=True), [index])
-    batch, table, num_refills, num_added = engine.batch, np.zeros(0), -1, 0
+    batch, table, num_updates, num_added = engine.batch, np.zeros(0), -1, 0
     while not engine.idle:
         engine.step()
         if not len(batch):
             continue
-        if num_refills != batch.num_refills:
-            num_refills, table = batch.num_refills, batch.table.copy()
+        if num_updates != batch.num_updates:
+            num_updates, table = batch.num_updates, batch.table.copy()
         for row, column, page in batch.grown:
             table[row, column] = page
             num_added += 1

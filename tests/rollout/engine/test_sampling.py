@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -9,13 +10,14 @@ from transformers.generation import logits_process as peer
 
 from headrace.comm.errors import SettingError
 from headrace.rollout.engine import sampling
-from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
+from headrace.rollout.engine.sampling import ROW, SamplingBatch, SamplingParams, sample
 from headrace.rollout.engine.streams import stream_key, uniforms
 from headrace.rollout.engine.to_device import to_device_together
 
 
 def batch_of(params, keys):
-    return SamplingBatch(params, to_device_together(sampling_columns(params, keys), "cpu"))
+    rows = np.array([each.row for each in params], ROW)
+    return SamplingBatch.of(rows, torch.tensor(keys), to_device_together(SamplingBatch.columns(rows), "cpu"))
 
 
 def drawn(logits, params, count):
@@ -71,7 +73,7 @@ def test_filters_and_penalties_are_those_of_transformers():
     logits = 3 * torch.randn(len(params), 600, generator=numbers)
     tokens = torch.randint(0, 600, (len(params), 90), generator=numbers)
     rows = batch_of(params, range(len(params)))
-    rows.record_tokens(tokens.tolist(), vocab_size=600)
+    rows.record_tokens(None, tokens.tolist(), vocab_size=600)
     found = sampling._filtered(sampling._penalized(logits, rows), rows)
     for row, own in enumerate(params):
         processors = LogitsProcessorList([peer.RepetitionPenaltyLogitsProcessor(own.repetition_penalty)])
@@ -90,7 +92,7 @@ def test_top_p_keeps_no_token_beyond_those_that_reach_it_exactly():
 def test_a_repetition_penalty_makes_seen_tokens_of_either_sign_less_likely():
     logits, count = torch.tensor([-2.0, 2.0, 0.5]), 5_000
     rows = batch_of([SamplingParams(repetition_penalty=2)] * count, [stream_key(3, i) for i in range(count)])
-    rows.record_tokens([range(3)] * count, vocab_size=3)
+    rows.record_tokens(None, [range(3)] * count, vocab_size=3)
     tokens, _ = sample(logits.repeat(count, 1), rows, torch.zeros(count, dtype=torch.long))
     expected = torch.tensor([-4.0, 1.0, 0.25]).softmax(0)
     assert (torch.bincount(tokens, minlength=3) / count - expected).abs().max() < 0.02
@@ -98,7 +100,7 @@ def test_a_repetition_penalty_makes_seen_tokens_of_either_sign_less_likely():
 
 def test_a_drawn_token_is_penalized_from_the_next_step_on():
     rows = batch_of([SamplingParams(temperature=0, repetition_penalty=4)], [1])
-    rows.record_tokens([[2]], vocab_size=3)
+    rows.record_tokens(None, [[2]], vocab_size=3)
     logits = torch.tensor([[2.0, 1.0, -1.0]])
     assert [int(sample(logits.clone(), rows, torch.tensor([step])).tokens) for step in range(3)] == [0, 1, 0]
 
@@ -114,7 +116,7 @@ def test_the_log_probability_is_the_policys_at_the_temperature_whatever_changes_
         SamplingParams(),
     ]
     rows = batch_of(params, [1, 2, 3, 4, 5])
-    rows.record_tokens([range(25)] * 5, vocab_size=50)
+    rows.record_tokens(None, [range(25)] * 5, vocab_size=50)
     tokens, logprobs = sample(logits.clone(), rows, torch.zeros(5, dtype=torch.long))
     scales = torch.tensor([2, 0.5, 1, 1, 1])[:, None]
     expected = (logits * scales).log_softmax(-1).gather(1, tokens[:, None])[:, 0]

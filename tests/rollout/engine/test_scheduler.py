@@ -48,9 +48,9 @@ def step(scheduler, slots=None) -> list[Sequence]:
     chunks = scheduler.next_chunks()
     assert sum(c.stop - c.start for c in chunks) <= scheduler.prefill_tokens
     slots.copy(scheduler.pool)
-    for group, start, stop in chunks:
+    for group, start, stop, _ in chunks:
         slots.write(group.pages, group.tokens, start, stop)
-    for group, _, stop in chunks:
+    for group, _, stop, _ in chunks:
         slots.check(group.pages, group.tokens, stop)
     scheduler.fork_ready()
     scheduler.compact()
@@ -174,7 +174,7 @@ def test_a_prompt_that_was_refused_once_gets_its_second_chunk_while_no_row_ends(
     )
     step(scheduler, slots)
     assert scheduler.waiting[0].num_cached == 8
-    assert scheduler.may_change_rows(), "a page for the rest is free"
+    assert scheduler.may_admit(), "a page for the rest is free"
 
 
 def test_a_paused_sequence_continues_after_the_tokens_of_its_environment():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.policies import random_prompts, tiny_policy
+from support.policies import LLAMA_LINE, random_prompts, tiny_policy
 
 from headrace.comm.errors import SettingError
 from headrace.rollout import Engine, SamplingParams
@@ -30,7 +30,7 @@ def on_two_ranks(path, prompts, params, **options):
         return list(ranks.map(rank, range(2)))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", LLAMA_LINE)
 def test_two_ranks_generate_what_one_generates(tmp_path, family):
     path = tiny_policy(tmp_path, family)
     prompts, params = random_prompts(12, longest=100), SamplingParams(max_new_tokens=30, n=2)

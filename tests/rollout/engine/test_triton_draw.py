@@ -4,9 +4,8 @@ import pytest
 import torch
 from support.interpreter import DEVICE, needs_triton
 
-from headrace.rollout.engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
+from headrace.rollout.engine.sampling import SamplingBatch, sample
 from headrace.rollout.engine.streams import stream_key, uniforms
-from headrace.rollout.engine.to_device import to_device_together
 
 pytestmark = [pytest.mark.extra, needs_triton]
 INF = float("inf")
@@ -41,10 +40,11 @@ def test_a_token_is_the_inverse_of_the_cumulative_distribution_at_the_rows_numbe
 
 def test_the_kernels_draw_what_the_operators_draw():
     logits, temperatures = torch.randn(40, 300, generator=torch.Generator().manual_seed(1)), [0, 1, 0.7, 1] * 10
-    params = [SamplingParams(temperature=t) for t in temperatures]
-    columns = to_device_together(sampling_columns(params, [stream_key(7, row) for row in range(40)]), "cpu")
+    keys = torch.tensor([stream_key(7, row) for row in range(40)])
+    scale = torch.tensor([[1 / (t or 1)] for t in temperatures])
+    rows = SamplingBatch(keys, scale, torch.tensor([t == 0 for t in temperatures]))
     tokens, logprobs, _ = draw(logits, temperatures)
-    expected = sample(logits.clone(), SamplingBatch(params, columns), torch.arange(40))
+    expected = sample(logits.clone(), rows, torch.arange(40))
     assert torch.equal(tokens, expected.tokens)
     assert (logprobs - expected.logprobs).abs().max() < 1e-5
 

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from support.float64 import in_float64
 from support.policies import FAMILIES, random_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from headrace.relay.weights.layout import Layout
 from headrace.trainer.export import save_policy
 from headrace.trainer.policy.families import FAMILIES as DECLARED
+from headrace.trainer.policy.loading import persistent_buffers
 from headrace.trainer.policy.model import load_policy
 from headrace.trainer.policy.tensor_parallel import splits_for
 
@@ -52,7 +54,8 @@ def test_logprobs_entropy_and_gradient_are_those_of_transformers(tmp_path, famil
     tokens, cu_seqlens = packed(prompts)
     targets = tokens.roll(-1)
     logprobs, entropy = policy.token_logprobs(policy.forward_packed(tokens, cu_seqlens), targets)
-    every = torch.cat([reference(torch.tensor([p])).logits[0] for p in prompts]).log_softmax(-1)
+    with in_float64():
+        every = torch.cat([reference(torch.tensor([p])).logits[0] for p in prompts]).log_softmax(-1)
     expected, expected_entropy = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
     assert (logprobs - expected).abs().max() < 1e-5 and (entropy - expected_entropy).abs().max() < 1e-5
     weights = torch.rand(len(tokens))
@@ -62,6 +65,38 @@ def test_logprobs_entropy_and_gradient_are_those_of_transformers(tmp_path, famil
         gradient = reference.get_parameter(name).grad
         assert gradient is not None and weight.grad is not None, name
         assert (weight.grad - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max().item()), name
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_packed_rows_have_the_hidden_states_and_gradients_of_rows_alone(tmp_path, family):
+    policy = load_policy(tiny_policy(tmp_path, family))
+    prompts = random_prompts(7, longest=150)
+    weights = [torch.randn(len(prompt), 64, dtype=torch.float64) for prompt in prompts]
+    found = []
+    with in_float64(policy):
+        for rows in ([*range(7)], *([index] for index in range(7))):
+            hidden = policy.forward_packed(*packed([prompts[index] for index in rows]))
+            policy.zero_grad()
+            (hidden * torch.cat([weights[index] for index in rows])).sum().backward()
+            gradients = [weight.grad for weight in policy.weights().values() if weight.grad is not None]
+            found.append((hidden.detach(), [gradient.clone() for gradient in gradients]))
+    (together, gradients), *alone = found
+    assert (together - torch.cat([hidden for hidden, _ in alone])).abs().max() < 1e-11
+    for gradient, *parts in zip(gradients, *(of_row for _, of_row in alone), strict=True):
+        assert (gradient - sum(parts)).abs().max() <= 1e-11 * max(1.0, gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_buffers_of_a_checkpoint_are_in_a_policy_without_weights_and_in_an_export_of_gathered_weights(tmp_path, family):
+    policy = load_policy(path := tiny_policy(tmp_path, family))
+    buffers = persistent_buffers(policy.model)
+    assert bool(buffers) == DECLARED[family].has_buffers
+    empty = persistent_buffers(load_policy(path, "bfloat16", weights=False).model)
+    save_policy(policy, tmp_path / "after", weights={name: w.detach() for name, w in policy.weights().items()})
+    exported = persistent_buffers(load_policy(tmp_path / "after").model)
+    for name, buffer in buffers.items():
+        assert buffer.dtype == empty[name].dtype == torch.float32 and buffer.abs().max() > 0
+        assert torch.equal(buffer, empty[name]) and torch.equal(buffer, exported[name])
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -110,7 +110,7 @@ def test_a_new_adapter_has_no_effect_and_pefts_distribution_and_the_same_values_
         assert weight.abs().max() <= bound and abs(weight.std().item() / (bound / math.sqrt(3)) - 1) < 0.15
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_text"])
 def test_a_merged_policy_is_loaded_by_transformers_with_equal_logits(tmp_path: Path, family: str):
     policy = adapted(tiny_policy(tmp_path, family))
     adapter, weights = adapter_weights(policy.model), policy.weights()

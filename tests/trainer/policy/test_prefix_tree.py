@@ -162,7 +162,7 @@ def test_every_family_has_the_log_probs_and_gradients_of_rows_alone(tmp_path, fa
 
 
 @pytest.mark.parametrize("depth", range(1, 6))
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "qwen3_5_text"])
 def test_turns_that_branch_at_every_depth_have_the_log_probs_of_rows_alone(tmp_path, family, depth):
     policy = load_policy(tiny_policy(tmp_path, family))
     with in_float64(policy):

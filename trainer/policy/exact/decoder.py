@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import Attention, AttentionSpec, rope_table, window_of
+from ..attention import Attention, AttentionSpec, rope_table
+from ..families import Widths, window_of
 from ..lora import LoraLinear, Product
 from .operators import ExactOperators
 from .packed import ExactPackedAttention
@@ -62,8 +63,8 @@ class ExactDecoder:
     def _projected(self, attention: Any, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [T, heads, d]; query and key rotated by their positions."""
         if hasattr(attention, "qkv_proj"):
-            num_kv_heads = self._config.num_key_value_heads
-            heads = (self._config.num_attention_heads, num_kv_heads, num_kv_heads)
+            widths = Widths.of(self._config)
+            heads = (widths.heads, widths.kv_heads, widths.kv_heads)
             parts = self._linear(normed, attention.qkv_proj).split([h * attention.head_dim for h in heads], -1)
         else:
             parts = [self._linear(normed, p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
