@@ -122,7 +122,7 @@ class PolicySizes:
         if delta is not None:
             linear["q_proj"] = (hidden, 2 * query)
             shares = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), num_kv_layers / widths.num_layers)
-            modules = _delta_modules(config["model_type"], hidden, delta)
+            modules = _delta_modules(hidden, delta, is_fused="delta" in family.fused)
             linear |= modules
             shares |= dict.fromkeys(modules, delta.num_layers / widths.num_layers)
         return cls(
@@ -214,11 +214,11 @@ class PolicySizes:
         return (8 if trained else 4) * self.norms + inputs + attention + mlp + 4 * self.routed
 
 
-def _delta_modules(model_type: str, hidden: int, delta: DeltaWidths) -> dict[str, tuple[int, int]]:
+def _delta_modules(hidden: int, delta: DeltaWidths, *, is_fused: bool) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the linear modules of a recurrent layer."""
     value = delta.heads * delta.value
     out = {"out_proj": (value, hidden)}
-    if model_type == "qwen3_next":
+    if is_fused:
         return out | {"in_proj_qkvz": (hidden, delta.channels + value), "in_proj_ba": (hidden, 2 * delta.heads)}
     return out | {
         "in_proj_qkv": (hidden, delta.channels),

@@ -1,6 +1,7 @@
-"""The rows that decode together, as arrays. What changes from step to step is changed in place."""
+"""The rows that decode together, as arrays. A step changes them in place."""
 
 from collections.abc import Sequence as Many
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ class RowChange(NamedTuple):
 
     num_before: int
     """Rows before it."""
+    width: int
+    """Pages of the longest of them."""
     num_kept: int
     """Rows that stay; they are the first ones now, in the same order."""
     kept: Tensor | None
@@ -57,7 +60,8 @@ class DecodeBatch:
         self._entries: list[int] = []
         """`Sequence.num_entries` of the rows: a sequence that left its row and entered it again since is another row."""
         self._rows = np.zeros(max_running, ROW)
-        self._positions, self._num_drawn, self._num_pages = np.zeros((3, max_running), dtype=np.int64)
+        self._numbers = np.zeros((4, max_running), dtype=np.int64)
+        self._positions, self._num_drawn, self._keys, self._num_pages = self._numbers
         self._table = np.zeros((max_running, self.max_pages), dtype=np.int64)
         self._states = np.zeros((max_running, 2), dtype=np.int64)
         self.is_shared = np.zeros((0, self.max_pages), dtype=bool)
@@ -97,10 +101,11 @@ class DecodeBatch:
         self.generation += 1
         self.num_updates += 1
         before = len(self)
-        kept = self._rows_that_stay(sequences)
+        width = int(self.num_pages.max(initial=0))
+        kept, gaps = self._rows_that_stay(sequences)
         self.sequences = list(sequences)
         self._entries = [s.num_entries for s in sequences]
-        self._close_gaps(kept, before)
+        self._close_gaps(gaps, before, width)
         entering = sequences[len(kept) :]
         for row, sequence in enumerate(entering, len(kept)):
             self._fill(row, sequence)
@@ -110,7 +115,7 @@ class DecodeBatch:
                 self._table[row, : len(sequence.pages)] = sequence.pages
         if self.pool.in_ranges:
             self.is_shared = self.pool.is_shared[self.table]
-        self._send(kept, before, entering, has_moved=has_moved)
+        self._send(kept, (before, width), entering, has_moved=has_moved)
 
     def extend(self) -> None:
         """Add the pages that the scheduler gave to the running sequences since."""
@@ -136,25 +141,28 @@ class DecodeBatch:
         width = int(self.num_pages.max(initial=0))
         return to_device(self.table[:, :width].astype(np.int32), self.device)
 
-    def _rows_that_stay(self, sequences: "list[Sequence]") -> list[int]:
-        """The rows of sequences that were rows all the time since the last `update`, and whose order is the same."""
+    def _rows_that_stay(self, sequences: "list[Sequence]") -> tuple[list[int], list[int]]:
+        """The rows of sequences that were rows all the time since the last `update`, and whose order is the same; and the other rows."""
         kept: list[int] = []
-        for row, (sequence, entry) in enumerate(zip(self.sequences, self._entries, strict=True)):
-            place = len(kept)
-            if place < len(sequences) and sequences[place] is sequence and sequence.num_entries == entry:
+        gaps: list[int] = []
+        following = iter(sequences)
+        wanted = next(following, None)
+        entries = self._entries
+        for row, sequence in enumerate(self.sequences):
+            if sequence is wanted and sequence.num_entries == entries[row]:
                 kept.append(row)
-        return kept
+                wanted = next(following, None)
+            else:
+                gaps.append(row)
+        return kept, gaps
 
-    def _close_gaps(self, kept: list[int], before: int) -> None:
+    def _close_gaps(self, gaps: list[int], before: int, width: int) -> None:
         """Move the rows that stay to the front; rows behind them have no pages."""
-        width = int(self._num_pages[:before].max(initial=0))
-        first = next((place for place, row in enumerate(kept) if place != row), len(kept))
-        if first < len(kept):
-            moved = np.array(kept[first:])
-            table = self._table[:, :width]
-            for values in (self._rows, self._positions, self._num_drawn, self._num_pages, self._states, table):
-                values[first : len(kept)] = values[moved]
-        self._table[len(kept) : before, :width] = 0
+        for number, (gap, end) in enumerate(pairwise([*gaps, before])):
+            place = gap - number  # so many gaps are before the rows between this gap and the next
+            for values in (self._rows, self._numbers.T, self._states, self._table[:, :width]):
+                values[place : place + end - gap - 1] = values[gap + 1 : end]
+        self._table[before - len(gaps) : before, :width] = 0
 
     def _fill(self, row: int, sequence: "Sequence") -> None:
         """Set the row of a sequence that enters."""
@@ -164,43 +172,39 @@ class DecodeBatch:
         self._num_pages[row] = len(sequence.pages)
         self._states[row] = sequence.states
         self._table[row, : len(sequence.pages)] = sequence.pages
-        self._rows[row] = sequence.params.row(sequence.key)
+        self._keys[row] = sequence.key
+        self._rows[row] = sequence.params.row
 
     def _added_pages(self, count: int) -> list[tuple[int, int, int]]:
-        """Row, column and page of the entries that the first `count` rows lack; they are in the table now."""
-        added = [
-            (row, num_pages, sequence.pages[-1])
-            for row, (sequence, num_pages) in enumerate(
-                zip(self.sequences[:count], self._num_pages[:count].tolist(), strict=True)
-            )
-            if len(sequence.pages) != num_pages
-        ]
+        """Row, column and page of the entries that the first `count` rows lack for their newest token; they are in the table now."""
+        is_full = self._num_pages[:count] * self.pool.page_size <= self._positions[:count]
+        full = [(row, int(self._num_pages[row]), self.sequences[row].pages) for row in np.flatnonzero(is_full).tolist()]
+        added = [(row, num_pages, pages[-1]) for row, num_pages, pages in full if len(pages) > num_pages]
         for row, column, page in added:
             self._table[row, column] = page
             self._num_pages[row] += 1
         return added
 
-    def _send(self, kept: list[int], before: int, entering: "Many[Sequence]", *, has_moved: bool) -> None:
-        """Bring the device's tensors up to date, with one copy."""
+    def _send(self, kept: list[int], before: tuple[int, int], entering: "Many[Sequence]", *, has_moved: bool) -> None:
+        """Bring the device's tensors up to date, with one copy. before: the number of rows, and the pages of the longest."""
         count = len(self)
         num_kept = len(kept)
-        has_gaps = kept != list(range(num_kept))
+        has_gaps = num_kept > 0 and kept[-1] >= num_kept
         width = int(self._num_pages[num_kept:count].max(initial=0))
         newest = [s.token_ids[-1] if s.token_ids else s.prompt_ids[-1] for s in entering]
         rows = self._rows[:count]
-        numbers = np.stack((self.positions, self._num_drawn[:count], rows["key"]))
         sent = to_device_together(
             {
                 "kept": np.array(kept if has_gaps else [], dtype=np.int64),
                 "newest": np.array(newest, dtype=np.int64),
-                "numbers": numbers,
+                "numbers": self._numbers[:3, :count].copy(),
                 "table": self._table[num_kept:count, :width].astype(np.int32),
                 **SamplingBatch.columns(rows),
             },
             self.device,
         )
         places = sent["kept"] if has_gaps else None
-        self.change = RowChange(before, num_kept, places, sent["numbers"], has_moved, sent["table"])
+        self.change = RowChange(*before, num_kept, places, sent["numbers"], has_moved, sent["table"])
         tokens = self.tokens.index_select(0, sent["kept"]) if has_gaps else self.tokens[:num_kept]
         self.tokens = torch.cat((tokens, sent["newest"])) if newest else tokens
         self.num_drawn = sent["numbers"][1].clone()

@@ -2,8 +2,8 @@
 
 All inputs of a step are tensors at fixed addresses, and a step prepares them for the next one: between two changes of rows
 a step is one replay, with a copy of added pages from the host, if there are any. Rows that end or begin change their own entries
-alone, behind the step under way. Weights are overwritten in place, so
-graphs outlive a version.
+alone, behind the step under way. Filters and penalties are operators over all logits, which follow the replay. Weights are overwritten in
+place, so graphs outlive a version.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,8 @@ class DecodeGraphs:
         page_size = attention.cache.page_size
         self._widths = [*_powers(_NARROWEST // page_size or 1, max_pages), max_pages]
         """Pages of the longest row, likewise: a launch has a program for each part of the widest row's pages."""
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        """By rows, pages, and whether the graph draws, in the plain way."""
         self._tokens = torch.zeros(max_running, dtype=torch.long, device=device)
         self._numbers = torch.zeros(3, max_running, dtype=torch.long, device=device)
         self._positions, self._num_drawn, self._keys = self._numbers
@@ -63,12 +64,8 @@ class DecodeGraphs:
         self._num_updates = -1
         self._pool: Any = None
 
-    @staticmethod
-    def can_run(batch: "DecodeBatch") -> bool:
-        """Whether all rows sample in the plain way that is captured: filters and penalties are operators over all logits."""
-        return batch.sampling.filters is None
-
     def decode(self, batch: "DecodeBatch") -> Sample:
+        """Draw the next token of every row."""
         rows = len(batch)
         size = next(size for size in self._sizes if size >= rows)
         if self._num_updates != batch.num_updates:
@@ -79,10 +76,15 @@ class DecodeGraphs:
             self._table[places[:, 0], places[:, 1]] = places[:, 2].int()
         num_pages = int(batch.num_pages.max())
         width = next(width for width in self._widths if width >= num_pages)
-        key = size, width
+        is_plain = batch.sampling.filters is None
+        key = size, width, is_plain
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         self._graphs[key].replay()
+        if not is_plain:
+            drawn = self._sample(self._logits[:rows], batch.sampling, batch.num_drawn)
+            self._tokens[:rows] = drawn.tokens
+            return drawn
         return Sample(self._tokens[:rows].clone(), self._logprobs[:rows].clone())
 
     def forget(self) -> None:
@@ -97,7 +99,7 @@ class DecodeGraphs:
         assert change is not None
         if self._num_updates == batch.num_updates - 1 and not change.has_moved:
             self._move(change)
-        else:  # after steps without graphs
+        else:  # at first, and after an update that no step followed
             table = batch.table_on_device()
             self._table.zero_()
             self._table[:rows, : table.shape[1]] = table
@@ -111,38 +113,41 @@ class DecodeGraphs:
         """Let the rows of the table that stay follow one another, and put those that enter behind them."""
         rows = change.num_kept + len(change.table)
         if change.kept is not None:
-            self._table[: change.num_kept] = self._table.index_select(0, change.kept)
+            before = self._table[:, : change.width]
+            before[: change.num_kept] = before.index_select(0, change.kept)
         if change.num_kept < change.num_before:
             self._table[change.num_kept : change.num_before].zero_()
         if rows > change.num_kept:
             self._table[change.num_kept : rows, : change.table.shape[1]] = change.table
 
-    def _step(self, size: int, width: int) -> None:
+    def _step(self, size: int, width: int, draws: bool) -> None:
         positions = self._positions[:size]
         self._attention.use(self._table[:size, :width], (positions + 1).int())
         hidden = self._forward(self._tokens[:size], positions, self._attention)
-        rows = SamplingBatch(self._keys[:size], self._scale[:size], self._is_greedy[:size])
-        drawn = self._sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
-        self._tokens[:size].copy_(drawn.tokens)
-        self._logprobs[:size].copy_(drawn.logprobs)
+        logits = self._head(hidden, out=self._logits)
+        if draws:
+            rows = SamplingBatch(self._keys[:size], self._scale[:size], self._is_greedy[:size])
+            drawn = self._sample(logits, rows, self._num_drawn[:size])
+            self._tokens[:size].copy_(drawn.tokens)
+            self._logprobs[:size].copy_(drawn.logprobs)
         positions.add_(1)
         self._num_drawn[:size].add_(1)
 
-    def _capture(self, size: int, width: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, width: int, draws: bool) -> torch.cuda.CUDAGraph:
         state = (self._tokens, self._positions, self._num_drawn)
         before = [tensor.clone() for tensor in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             # The first run compiles and selects kernels, which must not be captured.
-            self._step(size, width)
+            self._step(size, width, draws)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # One memory pool for all: only one graph runs at a time, and its results are copied out.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         # By default an allocation in another thread, such as a transfer of weights, would spoil the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(size, width)
+            self._step(size, width, draws)
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
         return graph

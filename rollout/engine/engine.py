@@ -375,16 +375,22 @@ class Engine:
         if step.ready is not None:
             step.ready.synchronize()
         finished = []
-        for sequence, *drawn in zip(step.sequences, sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
+        num_read = 0
+        for sequence, token, logprob in zip(
+            step.sequences, sample.tokens.tolist(), sample.logprobs.tolist(), strict=True
+        ):
             if sequence.finish_reason:
                 continue  # it ended one step earlier, which was not read when this one was launched
-            sequence.append(*drawn)
-            self.num_sampled += sequence.finish_reason != "error"
-            if self.text.has_ended(sequence):
+            has_ended = sequence.append(token, logprob)
+            if sequence.stop_strings and self.text.has_ended(sequence):
                 sequence.finish_reason = "stop"
-            if sequence.finish_reason:
+                has_ended = True
+            if has_ended:
                 finished.append(sequence)
-            self.pool.wipes_pages |= sequence.finish_reason == "error"
+            num_read += 1
+        num_errors = sum(sequence.finish_reason == "error" for sequence in finished)
+        self.num_sampled += num_read - num_errors
+        self.pool.wipes_pages |= num_errors > 0
         for sequence in finished:
             self.scheduler.finish(sequence)
         if not self.scheduler.running:

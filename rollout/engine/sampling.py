@@ -83,11 +83,15 @@ class SamplingParams:
         """Whether tokens are drawn by the policy's probabilities, without a filter and without a penalty."""
         return not self.has_filter and self.repetition_penalty == 1
 
-    def row(self, key: int) -> tuple[int | float | bool, ...]:
-        """The fields of `ROW`, for a sequence with this random stream."""
+    @property
+    def row(self) -> tuple[int | float | bool, ...]:
+        """The fields of `ROW`."""
+        is_greedy = self.temperature == 0
         filters = (self.top_k, self.top_p, self.min_p) if self.has_filter else (0, 1.0, 0.0)
-        scale = 1 / (self.temperature or 1)
-        return (key, filters[0], scale, *filters[1:], self.repetition_penalty, self.temperature == 0, self.has_filter)
+        kind = _GREEDY if is_greedy else _RANDOM
+        kind += _SCALED * (self.temperature not in (0, 1)) + _FILTERED * self.has_filter
+        kind += _PENALIZED * (self.repetition_penalty != 1)
+        return (filters[0], 1 / (self.temperature or 1), *filters[1:], self.repetition_penalty, is_greedy, kind)
 
 
 def _is_count(number: object) -> bool:
@@ -95,10 +99,10 @@ def _is_count(number: object) -> bool:
 
 
 ROW = np.dtype(
-    [("key", "i8"), ("top_k", "i8"), ("scale", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("penalty", "f4"), ("is_greedy", "?"), ("has_filter", "?")],
-    align=True,
+    [("top_k", "i8"), ("scale", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("penalty", "f4"), ("is_greedy", "?"), ("kind", "u1")], align=True
 )  # fmt: skip
-"""The sampling of a row: the key of its random stream, and its parameters; filters and penalty are off as in `SamplingParams`."""
+"""The sampling of a row; filters and penalty are off as in `SamplingParams`. `kind` is a sum of the following."""
+_GREEDY, _RANDOM, _SCALED, _FILTERED, _PENALIZED = 1, 2, 4, 8, 16
 
 
 class Filters(NamedTuple):
@@ -130,23 +134,22 @@ class SamplingBatch:
     @staticmethod
     def columns(rows: np.ndarray) -> dict[str, np.ndarray]:
         """What `of` needs on the device of rows [B] of type `ROW`: [B], or [B, 1] where logits meet it."""
-        names = ["scale"]
-        if (rows["has_filter"] | (rows["penalty"] != 1)).any():
-            names += Filters._fields
+        is_plain = not _kinds(rows) & (_FILTERED | _PENALIZED)
+        names = ("scale",) if is_plain else ("scale", *Filters._fields)
         columns = {name: np.ascontiguousarray(rows[name])[:, None] for name in names}
         return columns | {"is_greedy": np.ascontiguousarray(rows["is_greedy"])}
 
     @classmethod
     def of(cls, rows: np.ndarray, keys: Tensor, columns: Mapping[str, Tensor]) -> "SamplingBatch":
         """Of rows [B] of type `ROW`, with their `columns` on the device."""
-        has_scale = bool((rows["scale"] != 1).any())
-        found = cls(keys, columns["scale"] if has_scale else None, columns["is_greedy"])
-        found.has_greedy = bool(rows["is_greedy"].any())
-        found.has_random = not rows["is_greedy"].all()
-        found.has_filter = bool(rows["has_filter"].any())
+        kinds = _kinds(rows)
+        found = cls(keys, columns["scale"] if kinds & _SCALED else None, columns["is_greedy"])
+        found.has_greedy = kinds & _GREEDY > 0
+        found.has_random = kinds & _RANDOM > 0
+        found.has_filter = kinds & _FILTERED > 0
+        found._has_penalty = kinds & _PENALIZED > 0
         if "penalty" in columns:
             found.filters = Filters(*(columns[name] for name in Filters._fields))
-        found._has_penalty = bool((rows["penalty"] != 1).any())
         return found
 
     def record_tokens(self, seen: Tensor | None, entering: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -163,6 +166,11 @@ class SamplingBatch:
         if seen is None:
             seen = torch.zeros(len(self.keys) - len(entering), vocab_size, dtype=torch.bool, device=device)
         self.seen = torch.cat((seen, to_device(marks, device)))
+
+
+def _kinds(rows: np.ndarray) -> int:
+    """The kinds of all rows of type `ROW` together."""
+    return int(np.bitwise_or.reduce(rows["kind"], initial=0))
 
 
 class Sample(NamedTuple):

@@ -122,7 +122,8 @@ class Scheduler:
     def make_room(self) -> list[Sequence]:
         """Give every running sequence the page for its next token; returns the sequences preempted for it."""
         preempted: list[Sequence] = []
-        for sequence in list(self.running):
+        size = self.pool.page_size
+        for sequence in [s for s in self.running if len(s.pages) * size <= s.num_cached]:
             if sequence in preempted:
                 continue
             while self._needs_page(sequence):

@@ -110,17 +110,21 @@ class Sequence:
         """Whether it has stopped, and its environment decides how it goes on."""
         return self.params.pause_at_stop and self.finish_reason == "stop"
 
-    def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token; sets `finish_reason` when it ends the trajectory. One of probability NaN is not taken."""
+    def append(self, token: int, logprob: float) -> bool:
+        """Take a sampled token; sets `finish_reason` when it ends the trajectory, and returns whether it does. One of probability NaN
+        is not taken."""
         if math.isnan(logprob):
             self.finish_reason = "error"
-            return
+            return True
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
+        else:
+            return False
+        return True
 
     def insert(self, token_ids: Many[int]) -> None:
         """Append tokens that were not sampled, with 0 as their log-probability; the next turn begins if one is over."""

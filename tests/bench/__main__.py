@@ -57,6 +57,9 @@ CATALOGUE = (
     Workload("5m-fp32-groups", *_GENERATOR, f"5M policy, 8 groups of 8 with long prompts: {_PEERS}"),
     Workload("5m-fp32-list", *_GENERATOR, "the same as 64 prompts of one list: tokens/s over groups and over transformers"),
     Workload("second-turn", "generator", "generator.second_turn", "8 second turns with the prefix cache: time without it over theirs"),
+    *(Workload(f"rows-{length}", "generator", "row_changes.measure",
+               f"256 rows of {length} tokens: CPU time of a step in which one ends and one begins, over one without a change")
+      for length in ("500", "8k")),
     Workload("100m-bf16", *_GENERATOR, f"100M policy, 48 requests: {_PEERS}, and a step over its kernels"),
     Workload("natural-bf16", "instruct", "instruct.natural", f"a chat model (--policy), responses of natural length: {_PEERS}"),
     Workload("natural-fp32", "instruct", "instruct.natural", "the same in float32"),

@@ -40,7 +40,11 @@ class Family(NamedTuple):
     is_llama_line: bool = False
     """`decoder` and `exact.decoder` compute it too, so it has exact mode, tensor parallelism and CUDA graphs."""
     multimodal: str = ""
-    """The model type of checkpoints whose language model (`text_config`) is of this family. The other parts are not loaded and not exported."""
+    """The model type of checkpoints whose language model (`text_config`) is of this family. The other parts are not loaded; an export has them as they were."""
+    text_settings: str = ""
+    """Where transformers has no class for that language model alone: the settings by which this family computes text as it does, as
+    `name=true` and `name=false` separated by spaces. Its rotary embedding has an axis each for time, height and width, which are
+    equal for text."""
     ropes: frozenset[str] = _POSITIONAL_ROPES
     """Kinds of rotary embeddings."""
     windows: Literal["", "all", "by_layer"] = ""
@@ -58,7 +62,7 @@ class Family(NamedTuple):
     has_head_norms: bool = False
     """Norms of query and key."""
     fused: frozenset[str] = frozenset()
-    """One matrix for query, key and value (`qkv`), and one for gate and up (`gate_up`)."""
+    """One matrix for query, key and value (`qkv`), one for gate and up (`gate_up`), two for the inputs of a recurrent layer (`delta`)."""
     has_buffers: bool = False
     """Beside its parameters a checkpoint has tensors that no training changes. They are not in a version, so every host reads them."""
     has_biases: bool = False
@@ -141,12 +145,14 @@ FAMILIES = {
         has_sinks=True,
     ),
     # norms behind attention and MLP as well; the rotation takes neighbours of half of each head
-    "glm4": Family(num_norms=4, fused=frozenset(("gate_up",))),
+    "glm4": Family(multimodal="glm4v", text_settings="attention_bias=true", num_norms=4, fused=frozenset(("gate_up",))),
     # sigmoid routers with groups of experts and a bias that chooses but does not weigh; the first layers without experts
     "glm4_moe": Family(
         _ROUTERS.replace(" router_aux_loss_coef", "")
         + " first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob num_mtp_layers"
         " routed_scaling_factor topk_group use_qk_norm",
+        multimodal="glm4v_moe",
+        text_settings="use_qk_norm=false",
         experts=Experts(num_shared="n_shared_experts", has_softmax=False),
         has_buffers=True,
         has_head_norms=True,
@@ -154,6 +160,7 @@ FAMILIES = {
     # a gate for each value that attention reads, rotation of a quarter of each head, norms times 1 + weight
     "qwen3_next": Family(
         _QWEN_EXPERTS + _DELTA_NET + " shared_expert_intermediate_size",
+        fused=frozenset(("delta",)),
         is_recurrent=True,
         experts=_SHARED_EXPERT,
         has_head_norms=True,
@@ -312,7 +319,8 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """What `config.json` holds of the language model: all of it, or the part of a multimodal checkpoint."""
     if config.get("model_type") not in MULTIMODAL:
         return config
-    return {"quantization_config": config.get("quantization_config")} | config.get("text_config", {})
+    text = _of_family(config["model_type"], config.get("text_config", {}))
+    return {"quantization_config": config.get("quantization_config")} | text
 
 
 def text_config(config: Any) -> Any:
@@ -320,8 +328,27 @@ def text_config(config: Any) -> Any:
     if config.model_type not in MULTIMODAL:
         return config
     text = config.get_text_config()
+    values = _of_family(config.model_type, text.to_dict())
+    if values["model_type"] != text.model_type:
+        from transformers import AutoConfig
+
+        values["tie_word_embeddings"] = config.tie_word_embeddings
+        text = AutoConfig.for_model(**values)
     text.quantization_config = getattr(config, "quantization_config", None)
     return text
+
+
+def _of_family(multimodal: str, text: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model of a multimodal checkpoint, as one of the family that computes it."""
+    name, family = next((name, family) for name, family in FAMILIES.items() if family.multimodal == multimodal)
+    if not family.text_settings:
+        return text
+    fixed = {key: value == "true" for key, _, value in (each.partition("=") for each in family.text_settings.split())}
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = {"partial_rotary_factor": 1.0} | {key: value for key, value in rope.items() if key != "mrope_section"}
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    kept = {key: value for key, value in text.items() if key not in ("rope_scaling", "transformers_version")}
+    return kept | fixed | {"model_type": name, "rope_parameters": rope, "head_dim": head_dim}
 
 
 def family_of(config: Any) -> Family:

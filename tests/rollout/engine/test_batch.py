@@ -1,4 +1,4 @@
-"""The rows that decode together: after any changes they are those of a batch that is made anew."""
+"""The rows that decode together: after any changes they are those of a new batch."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +120,7 @@ actions = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(actions, st.booleans())
-def test_rows_that_change_are_those_of_a_batch_that_is_made_anew(changes, in_ranges):
+def test_rows_that_change_are_those_of_a_new_batch(changes, in_ranges):
     rows = Rows(PagePool(90, PAGE, in_ranges=in_ranges))
     for kind, number in changes:
         running = rows.running

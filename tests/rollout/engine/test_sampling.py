@@ -16,10 +16,8 @@ from headrace.rollout.engine.to_device import to_device_together
 
 
 def batch_of(params, keys):
-    rows = np.array([each.row(key) for each, key in zip(params, keys, strict=True)], ROW)
-    columns = {"keys": rows["key"].copy(), **SamplingBatch.columns(rows)}
-    sent = to_device_together(columns, "cpu")
-    return SamplingBatch.of(rows, sent["keys"], sent)
+    rows = np.array([each.row for each in params], ROW)
+    return SamplingBatch.of(rows, torch.tensor(keys), to_device_together(SamplingBatch.columns(rows), "cpu"))
 
 
 def drawn(logits, params, count):

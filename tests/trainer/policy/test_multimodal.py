@@ -21,6 +21,7 @@ from headrace.comm.recipe import LoraSettings
 from headrace.rollout import Engine, SamplingParams
 from headrace.trainer.export import export, save_policy
 from headrace.trainer.policy.adapter_files import AdapterBase
+from headrace.trainer.policy.families import Widths, text_part
 from headrace.trainer.policy.model import load_policy
 
 VISION = {
@@ -94,14 +95,34 @@ def test_a_quantized_one_is_refused(checkpoint):
         load_policy(checkpoint[0])
 
 
-@pytest.fixture(params=["qwen3_5", "qwen3_5_moe", "qwen3_5_moe fused"])
-def qwen(request, tmp_path: Path) -> tuple[Path, Any]:
+GLM_VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "image_size": 16, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 64,
+}  # fmt: skip
+
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+
+
+def whole_config(family: str) -> Any:
+    """transformers' configuration of a small policy with vision."""
+    if family.startswith("glm4v"):
+        text = SIZES | FAMILIES[family.replace("v", "")] | {"rope_parameters": GLM_ROPE}
+        text = {name: value for name, value in text.items() if name != "use_qk_norm"}
+        return AutoConfig.for_model(family, text_config=text, vision_config=GLM_VISION, image_token_id=120)
+    text = SIZES | FAMILIES[f"{family}_text"] | {"model_type": f"{family}_text"}
+    return AutoConfig.for_model(family, text_config=text, vision_config=QWEN_VISION, image_token_id=120)
+
+
+@pytest.fixture(params=["qwen3_5", "qwen3_5_moe", "qwen3_5_moe fused", "glm4v", "glm4v_moe"])
+def whole(request, tmp_path: Path) -> tuple[Path, Any]:
     """A random policy with vision and a prediction of several tokens, and transformers' model of it."""
     torch.manual_seed(0)
     family, _, form = request.param.partition(" ")
-    text = SIZES | FAMILIES[f"{family}_text"] | {"model_type": f"{family}_text"}
-    config = AutoConfig.for_model(family, text_config=text, vision_config=QWEN_VISION, image_token_id=120)
-    model = AutoModelForImageTextToText.from_config(config).eval()
+    model = AutoModelForImageTextToText.from_config(whole_config(family)).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith(("bias", "norm.weight")):
+                tensor.add_(0.2 * torch.randn(tensor.shape))
     path = tmp_path / "whole"
     model.save_pretrained(path, save_original_format=not form)
     character_tokenizer().save_pretrained(path)
@@ -112,9 +133,10 @@ def qwen(request, tmp_path: Path) -> tuple[Path, Any]:
 
 
 @torch.no_grad()
-def test_an_export_has_the_other_parts_of_its_checkpoint_bit_for_bit(qwen, tmp_path):
-    path, model = qwen
+def test_an_export_has_the_other_parts_of_its_checkpoint_bit_for_bit(whole, tmp_path):
+    path, model = whole
     policy, tokens = load_policy(path), torch.arange(4, 90)
+    assert Widths.of(text_part(json.loads((path / "config.json").read_text()))) == policy.widths
     cu_seqlens = torch.tensor([0, len(tokens)])
     logits = policy.logits(policy.forward_packed(tokens, cu_seqlens))
     assert (logits - model(tokens[None]).logits[0]).abs().max() < 5e-5
@@ -131,7 +153,7 @@ def test_an_export_has_the_other_parts_of_its_checkpoint_bit_for_bit(qwen, tmp_p
         for name, tensor in load_file(step / "hf" / file).items()
     }
     assert before.keys() == after.keys() == index["weight_map"].keys()
-    others = [name for name in before if name.startswith(("model.visual.", "mtp."))]
+    others = [name for name in before if name.startswith(("model.visual.", "mtp.")) or name.endswith("correction_bias")]
     assert len(others) > 10
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) == (name in others), name
@@ -143,8 +165,8 @@ def test_an_export_has_the_other_parts_of_its_checkpoint_bit_for_bit(qwen, tmp_p
     assert torch.equal(again.logits(again.forward_packed(tokens, cu_seqlens)), logits)
 
 
-def test_without_its_checkpoint_an_export_is_the_language_model_alone(qwen, tmp_path, caplog):
-    path, _ = qwen
+def test_without_its_checkpoint_an_export_is_the_language_model_alone(whole, tmp_path, caplog):
+    path, _ = whole
     policy = load_policy(path)
     weights = {name: weight.detach() for name, weight in policy.weights().items()}
     path.rename(tmp_path / "elsewhere")
