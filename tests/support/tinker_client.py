@@ -1,12 +1,20 @@
-"""A client of the Tinker API without the SDK, and the bodies of its requests."""
+"""A client of the Tinker API without the SDK, the bodies of its requests, and a server for it in this process."""
 
 import http.client
 import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
+from headrace.comm.recipe import GeneratorSettings, ModelSettings, Recipe
+from headrace.launch.serving.tinker.server import TinkerOptions, TinkerServer
 from headrace.launch.serving.tinker.wire import data_field, integer_field
+
+from .closing import at_end
 
 PATIENCE_S = 120.0
 TOKENS = [5, 6, 7, 8, 9, 10]
@@ -20,6 +28,8 @@ class Client:
         self.port = port
         self.headers: dict[str, str] = {}
         self.session = ""
+        self.close: Callable[[], None] = lambda: None
+        """Ends the server, if it is in this process."""
 
     def ask(self, path: str, body: Any = None, method: str = "", kind: str = "application/json") -> tuple[int, Any]:
         """One request: the status and the parsed answer."""
@@ -70,6 +80,28 @@ class Client:
     def sampler(self, model_id: str, number: int, seq: int, **more: Any) -> str:
         body = {"model_id": model_id, "seq_id": number, "sampling_session_seq_id": seq, **more}
         return self.result(self.get("save_weights_for_sampler", body))["sampling_session_id"]
+
+
+def serve(model: Path, folder: Path, dtype: str = "float32", every: int | None = None, **options: Any) -> Client:
+    """A client of a server of a model in this process, until the end of the test. every: updates between two checkpoints."""
+    recipe = Recipe(model=ModelSettings(path=str(model), dtype=dtype))
+    checkpoint = replace(recipe.checkpoint, every=every)
+    recipe = replace(recipe, generator=GeneratorSettings(max_running=4), checkpoint=checkpoint)
+    server = TinkerServer(recipe, TinkerOptions("tiny", folder, **options))
+    is_ended = threading.Event()
+    worker = threading.Thread(target=lambda: server.run(is_ended.is_set), name="trainer", daemon=True)
+
+    def close() -> None:
+        is_ended.set()
+        worker.join(PATIENCE_S)
+        server.close()
+
+    at_end(close)
+    server.start()
+    worker.start()
+    client = Client(server.http.port)
+    client.close = close
+    return client
 
 
 def loss_body(model_id: str, number: int, weight: float = 1.0, loss: str = "cross_entropy") -> bytes:

@@ -1,6 +1,7 @@
 """A script of a client of the Tinker API that goes on whatever happens to the server, as the SDK does, and servers that may be killed."""
 
 import http.client
+import json
 import os
 import signal
 import time
@@ -13,16 +14,17 @@ from .polling import wait_for
 from .tinker_client import PATIENCE_S, Client, sample_body
 
 SERVER = """
+import json
 import sys
 from pathlib import Path
 from msgspec.structs import replace
 from headrace.comm.recipe import CheckpointSettings, GeneratorSettings, ModelSettings, Recipe
 from headrace.launch.serving.tinker.server import TinkerOptions, TinkerServer
 
-model, folder, port, every, file = sys.argv[1:]
+model, folder, port, every, file, options = sys.argv[1:]
 recipe = Recipe(model=ModelSettings(path=model, dtype="float32"), checkpoint=CheckpointSettings(every=int(every)))
 recipe = replace(recipe, generator=GeneratorSettings(max_running=4))
-server = TinkerServer(recipe, TinkerOptions("tiny", Path(folder), port=int(port)))
+server = TinkerServer(recipe, TinkerOptions(folder=Path(folder), port=int(port), **json.loads(options)))
 server.start()
 new = Path(file + ".new")
 new.write_text(str(server.http.port))
@@ -34,9 +36,10 @@ server.run()
 class KilledServer:
     """A server in a process of its own, which may be killed and started again on its port."""
 
-    def __init__(self, model: Path, folder: Path, every: int = 2) -> None:
-        """every: updates between two checkpoints."""
+    def __init__(self, model: Path, folder: Path, every: int = 2, **options: Any) -> None:
+        """every: updates between two checkpoints. options: those of `TinkerOptions`."""
         self.folder = folder
+        self._options = json.dumps({"name": "tiny", **options})
         self._model = model
         self._every = every
         self._ready = folder.with_name(f"{folder.name}.port")
@@ -47,7 +50,7 @@ class KilledServer:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         self._ready.unlink(missing_ok=True)
-        given = (self._model, self.folder, self.port, self._every, self._ready)
+        given = (self._model, self.folder, self.port, self._every, self._ready, self._options)
         self.process = forks.start(SERVER, given)
         wait_for(self._ready.exists, self.process.is_alive, lambda: "no port", patience_s=PATIENCE_S)
         self.port = int(self._ready.read_text())

@@ -27,6 +27,7 @@ from ....relay.checkpoints import sync_folder, write_durably
 
 ROOM_S = 600.0
 """Longest time for which a result waits for room on the disk."""
+SAVE_FOR_SAMPLER = "save_weights_for_sampler"
 _FOLDER = "recovery"
 _LOCK = "lock"
 _SESSION = "session.json"
@@ -49,9 +50,20 @@ class KeptRequest(msgspec.Struct, frozen=True):
     kind: str
     raw: bytes
 
+    @property
+    def digest(self) -> bytes:
+        """What tells it from another request with its number.
+
+        The SDK counts the sampling sessions that it asks for, and counts on when it sends the same request again.
+        """
+        if self.kind != SAVE_FOR_SAMPLER:
+            return xxhash.xxh3_128_digest(self.raw)
+        fields = msgspec.json.decode(self.raw)
+        return xxhash.xxh3_128_digest(msgspec.json.encode({**fields, "sampling_session_seq_id": None}, order="sorted"))
+
 
 class KeptResult(msgspec.Struct, frozen=True):
-    """What a client gets for a request. digest: of the request's body. problem: the error, empty without one."""
+    """What a client gets for a request. digest: that of the request. problem: the error, empty without one."""
 
     digest: bytes
     media_type: str

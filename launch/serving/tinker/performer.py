@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-import xxhash
 
 from ....comm.disk import say
 from ....comm.errors import HeadraceError, SettingError
@@ -20,7 +19,7 @@ from ....comm.trace import failpoint
 from ....rollout.serving.fields import Fields
 from .bodies import read_loss_request
 from .futures import Future, encoded, encoded_error
-from .kept import KeptRequest, KeptResult, KeptScripts
+from .kept import SAVE_FOR_SAMPLER, KeptRequest, KeptResult, KeptScripts
 from .models import Models
 from .requests import read_adam, read_metadata, read_new_model, read_ttl, refuse_token, required, typed
 from .sessions import Sessions
@@ -53,7 +52,7 @@ class Performer:
             OPTIM_STEP: self._step,
             "save_weights": self._save_state,
             LOAD: self._load,
-            "save_weights_for_sampler": self._save_sampler,
+            SAVE_FOR_SAMPLER: self._save_sampler,
             "save_weights_external": self._save_external,
         }
 
@@ -175,7 +174,7 @@ class Performer:
             else:
                 fields = typed(msgspec.json.decode(request.raw), request.kind)
                 value = self._methods[request.kind](model_id, number, fields)
-            return KeptResult(digest(request.raw), *encoded(value))
+            return KeptResult(request.digest, *encoded(value))
         except (HeadraceError, OSError) as error:
             return _failure(request, str(error), is_user=not isinstance(error, OSError))
         except Exception:
@@ -287,14 +286,9 @@ class Performer:
         raise SettingError("save_weights_external is not supported; save_weights_for_sampler writes safetensors here")
 
 
-def digest(raw: bytes) -> bytes:
-    """Of a request's body."""
-    return xxhash.xxh3_128_digest(raw)
-
-
 def _failure(request: KeptRequest, problem: str, *, is_user: bool, is_performed: bool = True) -> KeptResult:
     error = encoded_error(problem, is_user=is_user)
-    return KeptResult(digest(request.raw), *error, problem, is_performed)
+    return KeptResult(request.digest, *error, problem, is_performed)
 
 
 def _too_late(model_id: str, number: int) -> str:
@@ -303,7 +297,7 @@ def _too_late(model_id: str, number: int) -> str:
 
 def _has_path(request: KeptRequest) -> bool:
     """Whether a request saves weights for samplers by a name."""
-    return request.kind == "save_weights_for_sampler" and msgspec.json.decode(request.raw).get("path") is not None
+    return request.kind == SAVE_FOR_SAMPLER and msgspec.json.decode(request.raw).get("path") is not None
 
 
 def _skip_address(fields: Fields) -> None:

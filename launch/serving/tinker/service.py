@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+import xxhash
+
 from ....comm.errors import SettingError
 from ....comm.trace import failpoint
 from ....rollout.serving.fields import Fields, RequestRefused
@@ -21,7 +23,7 @@ from .bodies import read_address, sample_answer
 from .futures import Future, Futures
 from .kept import KeptRequest, KeptResult, KeptScripts
 from .models import Models
-from .performer import FORWARD_BACKWARD, LOAD, Performer, digest
+from .performer import FORWARD_BACKWARD, LOAD, Performer
 from .requests import (
     Json,
     SampleRequest,
@@ -201,7 +203,7 @@ class TinkerService:
         if not self.futures.has(request_id) and self._samplers.num_samples + num > self.facts.most_samples:
             problem = f"this server takes {self.facts.most_samples} responses at a time; try again later"
             raise RequestRefused(problem, status=429, code="too_many_requests")
-        future, is_new = self.futures.open(request_id, digest(raw), sample_sequence_ids=names)
+        future, is_new = self.futures.open(request_id, xxhash.xxh3_128_digest(raw), sample_sequence_ids=names)
         if is_new and waiting is None:
             self._sample(asked, future, names)
         elif is_new and waiting is not None:
@@ -252,7 +254,7 @@ class TinkerService:
 
     async def _create(self, session: Session, number: int, request: KeptRequest) -> Json:
         model_id = f"{session.session_id}{TRAIN}{number}"
-        future, is_new = self.futures.open(f"{model_id}:0", digest(request.raw), model_id=model_id)
+        future, is_new = self.futures.open(f"{model_id}:0", request.digest, model_id=model_id)
         if is_new and model_id not in session.model_ids:
             session.model_ids.append(model_id)
         if await self._keep(model_id, 0, request, future, is_new=is_new):
@@ -277,7 +279,7 @@ class TinkerService:
         self.sessions.of_model(model_id)
         if seq_id < 1:
             raise RequestRefused(f"must be at least 1, not {seq_id}", "seq_id")
-        future, is_new = self.futures.open(f"{model_id}:{seq_id}", digest(request.raw), model_id=model_id)
+        future, is_new = self.futures.open(f"{model_id}:{seq_id}", request.digest, model_id=model_id)
         if await self._keep(model_id, seq_id, request, future, is_new=is_new):
             job = self._performer.job(model_id, seq_id, request, future)
             if not self._work.add_numbered(model_id, seq_id, job):
@@ -331,7 +333,7 @@ class TinkerService:
             opened: dict[int, Future] = {}
             for number in sorted(requests - results):
                 with suppress(SettingError, OSError):  # the job that continues the model says why
-                    own = digest(self._kept.request(model_id, number).raw)
+                    own = self._kept.request(model_id, number).digest
                     opened[number] = self.futures.open(f"{model_id}:{number}", own, model_id=model_id)[0]
             on_continued = partial(self._on_continued, session, model_id)
             finish = partial(_call_soon, loop, on_continued)

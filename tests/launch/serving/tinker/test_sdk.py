@@ -2,10 +2,14 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from support.closing import at_end
 from support.cookbook import write_data_sets
 from support.policies import tiny_policy
 from support.source_tree import ROOT
+from support.tinker_script import KilledServer
 
 from headrace.launch.recipes.parts import RECIPE, TASKS
 from headrace.launch.recipes.tiny_policy import build_policy
@@ -50,14 +55,23 @@ def start(model: Path, folder: Path, *words: str) -> str:
     raise AssertionError("it ended")
 
 
-def run(module: str, *words: str) -> str:
-    """The output of a client's program."""
+def run(module: str, *words: str, meanwhile: Callable[[Callable[[], bool]], None] = lambda _: None) -> str:
+    """The output of a client's program. meanwhile: called with what tells whether the program still runs."""
     environment = {**os.environ, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
     command = [sys.executable, "-m", f"support.{module}", *words]
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        program = subprocess.Popen(command, stdout=output, stderr=errors, text=True, env=environment)
+        try:
+            meanwhile(lambda: program.poll() is None)
+            program.wait(PATIENCE_S)
+        finally:
+            program.kill()
+            program.wait(PATIENCE_S)
+        output.seek(0)
+        errors.seek(0)
+        assert program.returncode == 0, errors.read()[-3000:]
+        return output.read()
 
 
 def test_every_method_of_the_clients_works_or_is_refused_as_the_page_says(tmp_path: Path):
@@ -85,6 +99,30 @@ def test_every_method_of_the_clients_works_or_is_refused_as_the_page_says(tmp_pa
 def test_a_client_trains_samples_saves_and_loads(tmp_path: Path, words: tuple[str, ...]):
     model = tiny_policy(tmp_path)
     run("tinker_sdk", start(model, tmp_path / "saved", "--models=3", *words), str(model), "flow")
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_client_notices_nothing_of_a_server_that_is_killed_again_and_again(tmp_path: Path, is_full: bool):
+    model = tiny_policy(tmp_path)
+    server = KilledServer(model, tmp_path / "saved", every=3, name=str(model), is_full=is_full, most_models=3)
+    draw = random.Random(int(is_full))
+    recovery = tmp_path / "saved" / "recovery"
+    killed_at: list[int] = []
+
+    def newest() -> int:
+        """The highest number of a request, of all models."""
+        return max((int(file.stem) for file in recovery.glob("*/*/*.request")), default=-1)
+
+    def kill(is_running: Callable[[], bool]) -> None:
+        while is_running():
+            time.sleep(0.01)
+            if newest() > (killed_at[-1] + 4 if killed_at else 0):
+                time.sleep(draw.uniform(0.0, 0.2))
+                killed_at.append(newest())
+                server.restart()
+
+    run("tinker_sdk", f"http://127.0.0.1:{server.port}", str(model), "flow", meanwhile=kill)
+    assert len(killed_at) >= 8
 
 
 @pytest.fixture(scope="module")

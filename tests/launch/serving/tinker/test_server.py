@@ -1,43 +1,20 @@
 """The routes of the Tinker API by a plain client: order, repeated requests, what is refused, and who makes room."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
-from support.closing import at_end
 from support.policies import tiny_policy
-from support.tinker_client import PATIENCE_S, Client, loss_body, sample_body
+from support.tinker_client import Client, loss_body, sample_body, serve
 
-from headrace.comm.recipe import GeneratorSettings, ModelSettings, Recipe
 from headrace.launch.serving.tinker import models, sessions
-from headrace.launch.serving.tinker.server import TinkerOptions, TinkerServer
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., Client]:
     path = tiny_policy(tmp_path)
-
-    def begin(**options: Any) -> Client:
-        recipe = Recipe(model=ModelSettings(path=str(path), dtype="float32"))
-        recipe = replace(recipe, generator=GeneratorSettings(max_running=4))
-        server = TinkerServer(recipe, TinkerOptions("tiny", tmp_path / "saved", **options))
-        is_ended = threading.Event()
-        worker = threading.Thread(target=lambda: server.run(is_ended.is_set), name="trainer", daemon=True)
-
-        def close() -> None:
-            server.close()
-            is_ended.set()
-            worker.join(PATIENCE_S)
-
-        at_end(close)
-        server.start()
-        worker.start()
-        return Client(server.http.port)
-
-    return begin
+    return lambda **options: serve(path, tmp_path / "saved", **options)
 
 
 @pytest.fixture
@@ -162,6 +139,15 @@ def test_a_client_that_is_gone_makes_room(client: Client, monkeypatch: pytest.Mo
     assert client.begin() != model
 
 
+def test_a_sampling_session_that_is_asked_for_again_by_another_number_is_the_first_one(client: Client):
+    model = client.begin()
+    body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    first = client.get("save_weights_for_sampler", body)
+    assert client.get("save_weights_for_sampler", {**body, "sampling_session_seq_id": 1}) == first
+    assert client.result(first)["sampling_session_id"].endswith(":sample:0")
+    assert "was another request" in client.error("save_weights_for_sampler", {**body, "kind": "inflight"})[1]
+
+
 def test_snapshots_without_a_name_are_kept_while_they_are_new(client: Client, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(models, "KEPT_ADAPTERS", 1)
     model = client.begin()
@@ -180,6 +166,8 @@ def test_saved_weights_are_there_after_a_new_start(start: Callable[..., Client])
     sampler = first.result(first.get("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "path": "b"}))["path"]
     again = first.get("save_weights", {"model_id": model, "seq_id": 5, "path": "a"})
     assert f"path: {state} exists" in first.result(again)["error"]
+    first.get(f"sessions/{first.session}/finish", {})
+    first.close()
     second = start()
     second.session = second.get("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "x"})["session_id"]
     assert second.error("forward_backward", loss_body(model, 5), kind="application/x-protobuf")[0] == 404
