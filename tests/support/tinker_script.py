@@ -118,6 +118,7 @@ def script(client: PatientClient, num_steps: int = 8) -> list[Any]:
         losses = [client.loss(model, number + 2 + part, weight) for part, weight in enumerate(weights)]
         update = client.step(model, number + 4)
         found += [drawn, *(client.result(each) for each in losses), client.result(update)]
+        assert all("error" not in each for each in found if isinstance(each, dict)), found
         number += 4
         if step == num_steps // 2:
             number += 1

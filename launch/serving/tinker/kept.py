@@ -102,7 +102,11 @@ class KeptScripts:
     def sessions(self) -> Iterator[tuple[KeptSession, float]]:
         """The sessions, the one that was silent for the longest time first, each with its last sign of life in seconds since 1970."""
         found: list[tuple[KeptSession, float]] = []
-        for file in self._root.glob(f"*/{_SESSION}"):
+        for folder in [path for path in self._root.iterdir() if path.is_dir()]:
+            file = folder / _SESSION
+            if not file.exists():  # it had ended
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
             with suppress(OSError, msgspec.DecodeError):
                 session = msgspec.json.decode(file.read_bytes(), type=KeptSession)
                 if session.session_id == file.parent.name:
@@ -114,9 +118,13 @@ class KeptScripts:
         with suppress(OSError):
             os.utime(self._root / session_id / _SESSION)
 
+    def end_session(self, session_id: str) -> None:
+        """Let no later server take a session."""
+        (self._root / session_id / _SESSION).unlink(missing_ok=True)
+
     def remove_session(self, session_id: str) -> None:
         """Forget a session and its models."""
-        (self._root / session_id / _SESSION).unlink(missing_ok=True)
+        self.end_session(session_id)
         shutil.rmtree(self._root / session_id, ignore_errors=True)
 
     def models(self, session_id: str) -> list[str]:

@@ -33,6 +33,7 @@ MOST_TRIES = 2
 FORWARD_BACKWARD = "forward_backward"
 OPTIM_STEP = "optim_step"
 LOAD = "load_weights"
+TOO_LATE = "this request comes too late: those with higher numbers are done"
 _REPEATABLE = (FORWARD_BACKWARD, OPTIM_STEP)
 """Requests whose result could be computed again from the checkpoint before them."""
 
@@ -64,7 +65,15 @@ class Performer:
             self._spoil(model_id, request, problem)
             self._end(model_id, number, request, result, future)
 
-        return Job(lambda: self._end(model_id, number, request, self._perform(model_id, number, request), future), fail)
+        def run() -> None:
+            self._end(model_id, number, request, self._perform(model_id, number, request), future)
+
+        def drop(problem: str) -> None:
+            self._kept.remove_request(model_id, number)
+            if future is not None:
+                future.fail(problem, is_user=True)
+
+        return Job(run, fail, drop)
 
     def recovery(self, model_id: str, opened: Mapping[int, Future], work: Work, finish: Callable[[], None]) -> Job:
         """The job that continues a model of an earlier server. opened: the requests without a result.
@@ -90,7 +99,8 @@ class Performer:
             for future in opened.values():
                 future.fail(problem, is_user=True)
             requests, results = self._kept.numbers(model_id)
-            work.resume(model_id, max(requests | results, default=0) + 1)
+            for job in work.resume(model_id, max(requests | results, default=0) + 1):
+                job.drop(problem)
             finish()
 
         return Job(run, fail)
@@ -109,12 +119,13 @@ class Performer:
         again = sorted(number for number in requests if start <= number <= last or number == start == 0)
         for number in again:
             self._repeat(model_id, number, opened.get(number))
-        work.resume(model_id, max(last + 1, start, 1))
+        for job in work.resume(model_id, max(last + 1, start, 1)):
+            job.drop(TOO_LATE)
         for number in sorted(opened.keys() - {*again}):
             request = self._kept.request(model_id, number)
             job = self._tried(model_id, number, request, opened[number])
             if not work.add_numbered(model_id, number, job):
-                opened[number].fail(_too_late(model_id, number), is_user=True)
+                job.drop(TOO_LATE)
         took_s = time.monotonic() - since
         say(f"{model_id} goes on: {len(again)} of its requests were carried out again, in {took_s:.1f} s")
 
@@ -147,6 +158,8 @@ class Performer:
         if not needs_result:
             return
         found = self._perform(model_id, number, request)
+        if found.problem and not result.problem:
+            raise SettingError(f"request {number} of {model_id} cannot be repeated: {found.problem}")
         if found.body != result.body:
             log.warning("request %d of %s has another result than before", number, model_id)
         if request.kind == LOAD and not found.problem and (problem := self._keep_loaded(model_id, number)):
@@ -162,7 +175,7 @@ class Performer:
             else:
                 job.run()
 
-        return Job(run, job.fail)
+        return Job(run, job.fail, job.drop)
 
     # ------------------------------------------------------------------------------------------------------- one request
 
@@ -289,10 +302,6 @@ class Performer:
 def _failure(request: KeptRequest, problem: str, *, is_user: bool, is_performed: bool = True) -> KeptResult:
     error = encoded_error(problem, is_user=is_user)
     return KeptResult(request.digest, *error, problem, is_performed)
-
-
-def _too_late(model_id: str, number: int) -> str:
-    return f"request {number} of {model_id} comes too late: later ones are done"
 
 
 def _has_path(request: KeptRequest) -> bool:

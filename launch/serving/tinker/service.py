@@ -23,7 +23,7 @@ from .bodies import read_address, sample_answer
 from .futures import Future, Futures
 from .kept import KeptRequest, KeptResult, KeptScripts
 from .models import Models
-from .performer import FORWARD_BACKWARD, LOAD, Performer
+from .performer import FORWARD_BACKWARD, LOAD, TOO_LATE, Performer
 from .requests import (
     Json,
     SampleRequest,
@@ -283,8 +283,7 @@ class TinkerService:
         if await self._keep(model_id, seq_id, request, future, is_new=is_new):
             job = self._performer.job(model_id, seq_id, request, future)
             if not self._work.add_numbered(model_id, seq_id, job):
-                self._kept.remove_request(model_id, seq_id)
-                future.fail(f"request {seq_id} of {model_id} comes too late: later ones are done", is_user=True)
+                job.drop(TOO_LATE)
         return future.first_answer
 
     async def _keep(self, model_id: str, number: int, request: KeptRequest, future: Future, *, is_new: bool) -> bool:

@@ -79,6 +79,7 @@ class Sessions:
         """End a session: its models make room for others."""
         if not session.is_finished:
             session.is_finished = True
+            self._kept.end_session(session.session_id)
             self.ended.append(session)
 
     def finish_silent(self) -> None:

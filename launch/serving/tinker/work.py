@@ -17,10 +17,14 @@ PLACE_S = 90.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """Work: `run` carries it out, `fail` ends it with a problem; in the main thread, one of them and once."""
+    """Work: `run` carries it out, `fail` ends it with a problem; in the main thread, one of them and once.
+
+    drop: ends it with a problem as if it had never come, in any thread.
+    """
 
     run: Callable[[], None]
     fail: Callable[[str], None]
+    drop: Callable[[str], None] = lambda _: None
     since: float = field(default_factory=time.monotonic)
 
 
@@ -47,12 +51,15 @@ class Work:
         with self._lock:
             self._held.add(model_id)
 
-    def resume(self, model_id: str, number: int) -> None:
-        """Let the jobs of a model come up, from this number on."""
+    def resume(self, model_id: str, number: int) -> list[Job]:
+        """Let the jobs of a model come up, from this number on; returns those before it, which never do."""
         with self._lock:
             self._held.discard(model_id)
             self._next[model_id] = number
+            jobs = self._numbered.get(model_id, {})
+            late = [jobs.pop(each) for each in sorted(jobs) if each < number]
         self._has_work.set()
+        return late
 
     def add_numbered(self, model_id: str, number: int, job: Job) -> bool:
         """Queue a job of a model; each number comes once. False for one that comes after later ones are done: it never comes up."""
