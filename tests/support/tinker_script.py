@@ -77,7 +77,8 @@ class PatientClient(Client):
             try:
                 status, answer = super().ask(path, body, method, kind)
             except (OSError, http.client.HTTPException):
-                status, answer = 0, None
+                status = 0
+                answer = None
             if 0 < status < 500:
                 return status, answer
             assert time.monotonic() < deadline, answer

@@ -1,7 +1,7 @@
 """The states of models in training on the disk, from which a server that was started again goes on.
 
-A checkpoint `step_N` is the state before request N to a model. It is taken right after an update, where no gradient waits, or after a state
-was loaded. The requests from the oldest checkpoint on are kept, so that a damaged one costs time and nothing else.
+A checkpoint `step_N` is the state before request N to a model, where no gradient waits for an update. The requests from the oldest
+checkpoint on are kept, so that a damaged one costs time and nothing else.
 """
 
 import logging
@@ -19,7 +19,7 @@ from .kept import KeptScripts
 log = logging.getLogger(__name__)
 
 PERIOD_S = 60.0
-"""Seconds between two checkpoints where `checkpoint.every` is null: what a new server computes again takes about as long."""
+"""Most seconds between two checkpoints: what a new server computes again takes about as long."""
 LEAST_SHARE = 10
 """Two checkpoints are at least this many times as far apart as it takes to write one."""
 FETCHED_S = 60.0
@@ -39,33 +39,31 @@ class _Written:
     """When the last one was begun."""
     took_s: float = 0.0
     num_updates: int = 0
-    """Updates since then."""
+    """Updates of the model until then."""
 
 
 class ModelCheckpoints:
     """Writes and finds the checkpoints of models, in the main thread."""
 
     def __init__(self, kept: KeptScripts, every: int | None) -> None:
-        """every: updates between two checkpoints, 0 for none but those after a load; None goes by the time."""
+        """every: most updates between two checkpoints, None for any number, 0 for no checkpoints but those that are needed."""
         self._kept = kept
         self._every = every
         self._models: dict[str, _Written] = {}
 
-    def after_update(self, model_id: str, number: int, stage: Stage) -> None:
-        """A model was updated by the request before this one: write its state, if it is time for that."""
+    def offer(self, model_id: str, number: int, num_updates: int, stage: Stage) -> None:
+        """Write the state of a model before a request, if it is time for that. num_updates: of the model so far."""
         written = self._of(model_id)
-        written.num_updates += 1
-        if self._every is None:
-            period_s = max(PERIOD_S, LEAST_SHARE * written.took_s)
-            is_due = time.monotonic() - written.since >= period_s
-        else:
-            is_due = 0 < self._every <= written.num_updates
+        period_s = max(PERIOD_S, LEAST_SHARE * written.took_s)
+        is_due = time.monotonic() - written.since >= period_s
+        if self._every is not None:
+            is_due = self._every > 0 and (is_due or num_updates >= written.num_updates + self._every)
         if is_due:
-            self._begin(model_id, number, stage)
+            self._begin(model_id, number, num_updates, stage)
 
-    def write(self, model_id: str, number: int, stage: Stage) -> None:
-        """Write the state of a model before a request, whatever the period. Raises `OSError` where that cannot be done."""
-        self._begin(model_id, number, stage)
+    def write(self, model_id: str, number: int, num_updates: int, stage: Stage) -> None:
+        """Write the state of a model before a request, whatever the time. Raises `OSError` where that cannot be done."""
+        self._begin(model_id, number, num_updates, stage)
         self._wait(model_id)
         if number not in CheckpointFolder(self._kept.folder(model_id)).whole():
             raise OSError(f"the state of {model_id} could not be written; the server's output says why")
@@ -107,11 +105,11 @@ class ModelCheckpoints:
             self._models[model_id] = _Written(writer)
         return self._models[model_id]
 
-    def _begin(self, model_id: str, number: int, stage: Stage) -> None:
+    def _begin(self, model_id: str, number: int, num_updates: int, stage: Stage) -> None:
         self._wait(model_id)
         written = self._of(model_id)
         written.since = time.monotonic()
-        written.num_updates = 0
+        written.num_updates = num_updates
         try:
             self._kept.sync_results(model_id)  # the requests before it may go
             written.writer.begin(number, stage)
@@ -130,7 +128,9 @@ class ModelCheckpoints:
         say(f"a checkpoint of {model_id} could not be written: {error}; the next one is tried")
         log.warning("checkpoint of %s", model_id, exc_info=error)
         old = self._models.pop(model_id)
-        self._of(model_id).took_s = old.took_s
+        new = self._of(model_id)
+        new.took_s = old.took_s
+        new.num_updates = old.num_updates
 
     def _on_written(self, model_id: str) -> None:
         """Remove the requests that no checkpoint needs, in the thread that has written one."""

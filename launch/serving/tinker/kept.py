@@ -31,7 +31,9 @@ SAVE_FOR_SAMPLER = "save_weights_for_sampler"
 _FOLDER = "recovery"
 _LOCK = "lock"
 _SESSION = "session.json"
-_REQUEST, _RESULT, _TRIES = ".request", ".result", ".tries"
+_REQUEST = ".request"
+_RESULT = ".result"
+_TRIES = ".tries"
 _DIGEST_BYTES = 16
 
 

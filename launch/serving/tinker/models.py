@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Models:
             self.drop(gone)
             self._checkpoints.remove(gone)
         self._asleep = {each for each in self._asleep if self._is_alive(each)}
-        return model_id in self._asleep or len(self._models) + len(self._asleep) < self._most
+        return len(self._models) + len(self._asleep - {model_id}) < self._most
 
     def create(self, run: TrainingRun) -> dict[str, Any]:
         """Begin to train the initial weights. A run that an earlier server has begun is begun again as it was."""
@@ -137,11 +138,19 @@ class Models:
             return self._store.run(model_id)
         return self._model(model_id).run
 
-    def write_checkpoint(self, model_id: str, number: int, *, is_needed: bool) -> None:
-        """Write the state before a request, where no gradient waits: if it is time for that, or if it is needed. Raises `OSError` then."""
+    def offer_checkpoint(self, model_id: str, number: int) -> None:
+        """Write the state of a model before a request, if it is here, no gradient waits and it is time for a checkpoint."""
+        model = self._models.get(model_id)
+        if model is not None and not model.problem and not model.trained.num_data:
+            num_updates = model.trained.num_updates
+            stage = partial(model.stage, self._num_versions)
+            self._checkpoints.offer(model_id, number, num_updates, stage)
+
+    def write_checkpoint(self, model_id: str, number: int) -> None:
+        """Write the state of a model before a request, where no gradient waits. Raises `OSError`."""
         model = self._model(model_id)
-        write = self._checkpoints.write if is_needed else self._checkpoints.after_update
-        write(model_id, number, lambda: model.stage(self._num_versions))
+        stage = partial(model.stage, self._num_versions)
+        self._checkpoints.write(model_id, number, model.trained.num_updates, stage)
 
     # ---------------------------------------------------------------------------------------------------------- training
 

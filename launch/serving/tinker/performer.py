@@ -205,13 +205,12 @@ class Performer:
                 self._kept.write_result(model_id, number, result, is_synced=is_synced)
         if future is not None:
             future.finish(result.media_type, result.body)
-        if request.kind == OPTIM_STEP and not result.problem:
-            self._models.write_checkpoint(model_id, number + 1, is_needed=False)
+        self._models.offer_checkpoint(model_id, number + 1)
 
     def _keep_loaded(self, model_id: str, number: int) -> str:
         """Write the state that a request has loaded, since what it has read may be another one later; returns the problem, or ""."""
         try:
-            self._models.write_checkpoint(model_id, number + 1, is_needed=True)
+            self._models.write_checkpoint(model_id, number + 1)
         except OSError as error:
             self._models.lose(model_id, str(error))
             return str(error)

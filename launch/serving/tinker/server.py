@@ -104,6 +104,7 @@ class TinkerServer:
     def close(self) -> None:
         """End the connections, and let another server continue."""
         self.http.close()
+        self._tidy()
         self._checkpoints.close()
         self._kept.close()
 
@@ -120,7 +121,7 @@ class TinkerServer:
 
     def _train(self) -> bool:
         """Carry out one job, if there is one, and end those that have waited too long."""
-        for job, problem in self._work.overdue():
+        for job, problem in self._work.overdue(self._models.has_room):
             job.fail(problem)
         job = self._work.next(self._models.has_room)
         if job is not None:

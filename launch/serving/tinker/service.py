@@ -104,7 +104,9 @@ class TinkerService:
                     session.samplers[sampler] = (self._target(path), path)
             self.sessions.add(session)
             for model_id in session.asleep:
-                self._models.sleep(model_id)
+                requests, results = self._kept.numbers(model_id)
+                if 0 in results or 0 not in requests:  # else it has not been created yet
+                    self._models.sleep(model_id)
 
     # ---------------------------------------------------------------------------------------------------------- sessions
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GAP_S = 600.0
 """Longest time for which a request waits for one with a lower number, before it fails."""
@@ -58,6 +58,8 @@ class Work:
             self._next[model_id] = number
             jobs = self._numbered.get(model_id, {})
             late = [jobs.pop(each) for each in sorted(jobs) if each < number]
+            now = time.monotonic()
+            jobs.update({each: replace(job, since=now) for each, job in jobs.items()})
         self._has_work.set()
         return late
 
@@ -85,17 +87,21 @@ class Work:
                     return jobs.pop(number)
         return None
 
-    def overdue(self) -> list[tuple[Job, str]]:
+    def overdue(self, has_room: Callable[[str], bool]) -> list[tuple[Job, str]]:
         """Jobs that have waited too long, for room or for one that has not come, with the reason; they are forgotten here.
 
         The missing one counts as come, so that later ones go on.
         """
         found: list[tuple[Job, str]] = []
         now = time.monotonic()
-        with self._lock:
-            while self._models and now - self._models[0][1].since > PLACE_S:
+        for waiting in [*self._models]:
+            model_id, job = waiting
+            if now - job.since > PLACE_S and not has_room(model_id):
+                with self._lock:
+                    self._models.remove(waiting)
                 problem = "no room for one more model (--models): another client trains one; it makes room when it ends"
-                found.append((self._models.popleft()[1], problem))
+                found.append((job, problem))
+        with self._lock:
             for model_id, jobs in self._numbered.items():
                 if model_id in self._held:
                     continue

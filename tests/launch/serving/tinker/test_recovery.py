@@ -58,7 +58,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return Script(server).result()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_kills_at_any_time_change_no_result(seed: int, model: Path, whole: list[Any], tmp_path: Path):
     server = KilledServer(model, tmp_path / "saved")
     draw = random.Random(seed)
