@@ -19,7 +19,7 @@ from support.tinker_script import KilledServer, PatientClient, script
 
 from headrace.comm.errors import SettingError
 from headrace.comm.trace import FAILPOINTS
-from headrace.launch.serving.tinker import checkpoints, kept, sessions
+from headrace.launch.serving.tinker import checkpoints, kept, sessions, work
 
 
 class Script:
@@ -77,7 +77,7 @@ def test_a_kill_at_this_point_changes_no_result(
     monkeypatch.setenv(FAILPOINTS, str(address))
     server = KilledServer(model, tmp_path / "saved")
     running = Script(server)
-    for number in (3, 9, 17):
+    for number in (3, 9, 21, 30):
         is_wanted = partial(_is_there, point, number)
         with held_at(address, is_wanted, PATIENCE_S) as hit:
             assert hit is not None
@@ -323,6 +323,58 @@ def test_other_weights_or_settings_are_refused(start: Callable[..., Client]):
     third.loss(model_id, 4)
     problem = third.result(third.step(model_id, 5))["error"]
     assert "no weight is changed" in problem and "other weights" in problem
+
+
+def test_a_state_that_was_loaded_and_replaced_since_is_not_read_again(start: Callable[..., Client]):
+    client = start()
+    model_id = client.begin()
+    path = f"tinker://{model_id}/weights/a"
+
+    def save(number: int) -> None:
+        body = {"model_id": model_id, "seq_id": number, "path": "a", "overwrite": True}
+        assert client.result(client.get("save_weights", body))["path"] == path
+
+    train(client, model_id, 1)
+    save(3)
+    train(client, model_id, 4)
+    load = {"model_id": model_id, "seq_id": 6, "path": path, "optimizer": True}
+    assert client.result(client.get("load_weights", load))["path"] == path
+    train(client, model_id, 7)
+    save(9)
+    expected = client.result(client.loss(model_id, 10))
+    client.close()
+    second = start()
+    assert second.result(second.loss(model_id, 11)) == expected
+
+
+def train(client: Client, model_id: str, number: int) -> None:
+    """An update by two requests."""
+    client.loss(model_id, number)
+    assert client.result(client.step(model_id, number + 1))["metrics"]["grad_norm"] > 0
+
+
+def test_what_was_given_up_is_not_carried_out_by_the_next_server(
+    start: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+):
+    client = start()
+    model_id = client.begin()
+    train(client, model_id, 1)
+    client.result(client.loss(model_id, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "GAP_S", -1.0)
+        waiting = client.step(model_id, 5)
+        assert f"request 4 of {model_id} did not come" in client.result(waiting)["error"]
+    train(client, model_id, 6)
+    expected = client.result(client.loss(model_id, 8))
+    client.close()
+    second = start()
+    assert second.result(waiting) == client_error(f"request 4 of {model_id} did not come within -1 s")
+    assert second.result(second.loss(model_id, 9)) == expected
+    assert "comes too late" in second.result(second.loss(model_id, 4))["error"]
+
+
+def client_error(problem: str) -> dict[str, str]:
+    return {"error": problem, "category": "user"}
 
 
 def test_two_servers_do_not_share_a_folder(start: Callable[..., Client], tmp_path: Path):
