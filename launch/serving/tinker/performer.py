@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,11 +20,13 @@ from ....rollout.serving.fields import Fields
 from .bodies import read_loss_request
 from .futures import Future, encoded, encoded_error
 from .kept import SAVE_FOR_SAMPLER, KeptRequest, KeptResult, KeptScripts
-from .models import Models
 from .requests import read_adam, read_metadata, read_new_model, read_ttl, refuse_token, required, typed
-from .sessions import Sessions
 from .store import SAMPLERS, STATES, SavedPath, TrainingRun
 from .work import Job, Work
+
+if TYPE_CHECKING:
+    from .models import Models
+    from .sessions import Sessions
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ _REPEATABLE = (FORWARD_BACKWARD, OPTIM_STEP)
 class Performer:
     """The requests of all models."""
 
-    def __init__(self, name: str, is_full: bool, models: Models, sessions: Sessions, kept: KeptScripts) -> None:
+    def __init__(self, name: str, is_full: bool, models: "Models", sessions: "Sessions", kept: KeptScripts) -> None:
         """name: the model's, for clients. is_full: all weights are trained, whatever adapter a client asks for."""
         self._name = name
         self._is_full = is_full

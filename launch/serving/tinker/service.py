@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -22,7 +23,6 @@ from ....rollout.serving.samplers import SampleJob, SampleResult, Samplers, Targ
 from .bodies import read_address, sample_answer
 from .futures import Future, Futures
 from .kept import KeptRequest, KeptResult, KeptScripts
-from .models import Models
 from .performer import FORWARD_BACKWARD, LOAD, TOO_LATE, Performer
 from .requests import (
     Json,
@@ -37,6 +37,9 @@ from .requests import (
 from .sessions import GIVEN_UP_S, TRAIN, Session, Sessions
 from .store import SavedPath
 from .work import Work
+
+if TYPE_CHECKING:
+    from .models import Models
 
 KEPT_SEQUENCES = 10_000
 """Responses whose weights are known by their ids: the newest."""
@@ -64,7 +67,7 @@ class TinkerService:
         facts: ServerFacts,
         sessions: Sessions,
         work: Work,
-        models: Models,
+        models: "Models",
         samplers: Samplers,
         performer: Performer,
         kept: KeptScripts,

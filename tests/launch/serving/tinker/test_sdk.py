@@ -5,9 +5,11 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from support.policies import tiny_policy
 from support.source_tree import ROOT
 from support.tinker_script import KilledServer
 
+from headrace.comm.process_tree import children_of
 from headrace.launch.recipes.parts import RECIPE, TASKS
 from headrace.launch.recipes.tiny_policy import build_policy
 from headrace.launch.serving.tinker.bodies import loss_answer, read_address, read_loss_request, sample_answer
@@ -37,6 +40,11 @@ ROW = re.compile(r"^\| `(\w+)` \| (works|client|refused) \| (.+) \|$", re.MULTIL
 
 def start(model: Path, folder: Path, *words: str) -> str:
     """The address of a server, until the end of the test."""
+    return start_process(model, folder, *words)[0]
+
+
+def start_process(model: Path, folder: Path, *words: str) -> tuple[str, int]:
+    """The address of a server, until the end of the test, and the process that starts it again."""
     command = [sys.executable, "-u", "-m", "headrace", "tinker", str(model), "--port=0", f"--dir={folder}"]
     environment = {**os.environ, "HEADRACE_API_KEY": KEY}
     process = subprocess.Popen(
@@ -49,9 +57,11 @@ def start(model: Path, folder: Path, *words: str) -> str:
 
     at_end(stop)
     assert process.stdout is not None
-    for line in process.stdout:
+    console = process.stdout
+    for line in console:
         if found := re.match(r"TINKER_BASE_URL=(http://127\.0\.0\.1:\d+)  ", line):
-            return found[1]
+            threading.Thread(target=lambda: [*console], daemon=True).start()  # a restart prints more
+            return found[1], process.pid
     raise AssertionError("it ended")
 
 
@@ -140,15 +150,31 @@ def metrics_of(folder: Path, recipe: str, name: str) -> list[float]:
     return [row[name] for row in map(json.loads, lines) if name in row]
 
 
-def test_the_cookbooks_loop_of_reinforcement_learning_raises_the_reward(tmp_path: Path, sorting: Path):
+@pytest.mark.parametrize("kills", [(), (2, 9, 17)])
+def test_the_cookbooks_loop_of_reinforcement_learning_raises_the_reward(
+    tmp_path: Path, sorting: Path, kills: tuple[int, ...]
+):
+    """Also where the process that serves is killed after these steps."""
     pytest.importorskip("tinker_cookbook")
+    shutil.rmtree(sorting / "log-rl_loop", ignore_errors=True)
     policy = sorting / "policy"
-    url = start(policy, tmp_path / "saved", "generator.max_running=128")
+    url, parent = start_process(policy, tmp_path / "saved", "generator.max_running=128")
+    left = [*kills]
+
+    def kill(is_running: Callable[[], bool]) -> None:
+        metrics = sorting / "log-rl_loop" / "metrics.jsonl"
+        while left and is_running():
+            time.sleep(0.1)
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= left[0]:
+                del left[0]
+                for child in children_of(parent):
+                    os.kill(child, signal.SIGKILL)
+
     settings = (f'model_name="{policy}"', "batch_size=16", "group_size=8", "max_tokens=24", "learning_rate=0.003")
     more = ('loss_fn="importance_sampling"', "max_steps=30", "save_every=10", "lora_rank=16")
-    run("cookbook", "rl_loop", url, str(sorting), *settings, *more)
+    run("cookbook", "rl_loop", url, str(sorting), *settings, *more, meanwhile=kill)
     rewards = metrics_of(sorting, "rl_loop", "reward/total")
-    assert len(rewards) == 30
+    assert len(rewards) == 30 and not left
     assert np.mean(rewards[-8:]) > np.mean(rewards[:8]) + 0.12, rewards
 
 
