@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ....rollout.serving.fields import RequestRefused
+from .kept import KeptResult
 
 KEPT_RESULTS = 10_000
 KEPT_BYTES = 256 << 20
@@ -39,22 +40,20 @@ class Future:
 
     def succeed(self, value: Any) -> None:
         """Finish with JSON, or with the bytes of a protocol-buffer message; in any thread."""
-        if isinstance(value, bytes):
-            self._finish(PROTOBUF, value)
-        else:
-            self._finish(JSON, msgspec.json.encode(value))
+        self.finish(*encoded(value))
 
     def fail(self, problem: str, *, is_user: bool) -> None:
         """Finish with an error, for which the client is responsible or the server; in any thread."""
-        error = {"error": problem, "category": "user" if is_user else "server"}
-        self._finish(JSON, msgspec.json.encode(error))
+        self.finish(*encoded_error(problem, is_user=is_user))
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether it is finished within this time."""
         done, _ = await asyncio.wait((self._is_done,), timeout=timeout_s)
         return bool(done)
 
-    def _finish(self, media_type: str, body: bytes) -> None:
+    def finish(self, media_type: str, body: bytes) -> None:
+        """Finish with what the client gets; in any thread. The first result stays."""
+
         def finish() -> None:
             if self.body is None:
                 self.media_type = media_type
@@ -68,7 +67,9 @@ class Future:
 class Futures:
     """All requests whose results are not forgotten; belongs to the thread of the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, recall: Callable[[str], KeptResult | None] = lambda _: None) -> None:
+        """recall: finds the result on the disk of a request that is not known here."""
+        self._recall = recall
         self._all: dict[str, Future] = {}
         self._finished: OrderedDict[str, int] = OrderedDict()
         """Sizes of the results, in the order in which they came."""
@@ -76,16 +77,13 @@ class Futures:
 
     def open(self, request_id: str, digest: bytes, **answer: Any) -> tuple[Future, bool]:
         """The request of this id, and whether it is new. Raises `RequestRefused` for another request with the id of an earlier one."""
-        known = self._all.get(request_id)
+        known = self._known(request_id)
         if known is not None:
             if known.digest != digest:
                 problem = f"{request_id} was another request; a number names one request of a client"
                 raise RequestRefused(problem, "seq_id", code="seq_id_taken")
             return known, False
-        future = Future(request_id, digest, {"request_id": request_id, **answer})
-        future._on_done = self._keep
-        self._all[request_id] = future
-        return future, True
+        return self._new(request_id, digest, **answer), True
 
     def has(self, request_id: str) -> bool:
         """Whether a request of this id has come."""
@@ -93,10 +91,28 @@ class Futures:
 
     def find(self, request_id: str) -> Future:
         """The request of an id. Raises `RequestRefused` for one that is not known, or not any more."""
-        future = self._all.get(request_id)
+        future = self._known(request_id)
         if future is None:
             problem = f"there is no request {request_id!r}: this server was started anew, or has forgotten its result"
             raise RequestRefused(problem, "request_id", status=404, code="unknown_request")
+        return future
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that was not taken: it may come again."""
+        self._all.pop(request_id, None)
+
+    def _known(self, request_id: str) -> Future | None:
+        """A request, also one of which the disk alone knows; its own answer is that of a request to a model then."""
+        future = self._all.get(request_id)
+        if future is None and (kept := self._recall(request_id)) is not None:
+            future = self._new(request_id, kept.digest, model_id=request_id.rpartition(":")[0])
+            future.finish(kept.media_type, kept.body)
+        return future
+
+    def _new(self, request_id: str, digest: bytes, **answer: Any) -> Future:
+        future = Future(request_id, digest, {"request_id": request_id, **answer})
+        future._on_done = self._keep
+        self._all[request_id] = future
         return future
 
     def _keep(self, future: Future) -> None:
@@ -107,3 +123,13 @@ class Futures:
             oldest, size = self._finished.popitem(last=False)
             self._num_bytes -= size
             del self._all[oldest]
+
+
+def encoded(value: Any) -> tuple[str, bytes]:
+    """The type and the body of a result: JSON, or the bytes of a protocol-buffer message."""
+    return (PROTOBUF, value) if isinstance(value, bytes) else (JSON, msgspec.json.encode(value))
+
+
+def encoded_error(problem: str, *, is_user: bool) -> tuple[str, bytes]:
+    """The type and the body of an error, for which the client is responsible or the server."""
+    return JSON, msgspec.json.encode({"error": problem, "category": "user" if is_user else "server"})

@@ -29,6 +29,17 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
+class NewModel:
+    """A request of `create_model`."""
+
+    session_id: str
+    number: int
+    base_model: str
+    layers: Layers
+    metadata: dict[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRequest:
     """A request of `asample`."""
 
@@ -54,24 +65,17 @@ def required(fields: Fields, name: str, kind: type) -> Any:
     return value
 
 
-def read_layers(fields: Fields) -> Layers:
-    """The field `lora_config`, and `optimizer_config`, which may be AdamW alone."""
-    _read_optimizer(fields)
-    given = fields.take("lora_config", dict)
-    if given is None:
-        raise fields.refusal("lora_config", "is missing")
-    inner = Fields(given, "lora_config.")
-    rank = required(inner, "rank", int)
-    layers = Layers(
-        rank, inner.take("seed", int), inner.take("train_attn", bool, True), inner.take("train_mlp", bool, True)
+def read_new_model(fields: Fields) -> NewModel:
+    """A request of `create_model`."""
+    new = NewModel(
+        required(fields, "session_id", str),
+        required(fields, "model_seq_id", int),
+        required(fields, "base_model", str),
+        _read_layers(fields),
+        read_metadata(fields),
     )
-    inner.take("train_unembed", bool)  # the answer to `create_session` says that it has no effect
-    inner.finish()
-    if not 1 <= rank <= 1024:
-        raise inner.refusal("rank", f"must be from 1 to 1024, not {rank}")
-    if not (layers.train_attn or layers.train_mlp):
-        raise inner.refusal("train_unembed", "alone is not supported: the LM head takes no adapter here")
-    return layers
+    fields.finish()
+    return new
 
 
 def read_adam(fields: Fields) -> AdamParams:
@@ -123,6 +127,26 @@ def read_sample(body: Json, context: int, vocab_size: int) -> SampleRequest:
     fields.neutral(_NOT_HERE)
     fields.finish()
     return SampleRequest(session, seq_id, prompt, num_scored, params)
+
+
+def _read_layers(fields: Fields) -> Layers:
+    """The field `lora_config`, and `optimizer_config`, which may be AdamW alone."""
+    _read_optimizer(fields)
+    given = fields.take("lora_config", dict)
+    if given is None:
+        raise fields.refusal("lora_config", "is missing")
+    inner = Fields(given, "lora_config.")
+    rank = required(inner, "rank", int)
+    layers = Layers(
+        rank, inner.take("seed", int), inner.take("train_attn", bool, True), inner.take("train_mlp", bool, True)
+    )
+    inner.take("train_unembed", bool)  # the answer to `create_session` says that it has no effect
+    inner.finish()
+    if not 1 <= rank <= 1024:
+        raise inner.refusal("rank", f"must be from 1 to 1024, not {rank}")
+    if not (layers.train_attn or layers.train_mlp):
+        raise inner.refusal("train_unembed", "alone is not supported: the LM head takes no adapter here")
+    return layers
 
 
 def _read_optimizer(fields: Fields) -> None:

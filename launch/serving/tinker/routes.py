@@ -1,6 +1,7 @@
 """The routes of the API below `/api/v1`, as SDK 0.38 asks them."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,6 +36,8 @@ CLIENT_CONFIG = {
 }
 """What the SDK shall do: send keys as they are, bodies below the limit of this server, no more polls than it has connections for."""
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+KINDS = ("optim_step", "save_weights", "load_weights", "save_weights_for_sampler", "save_weights_external")
+"""Requests to a model in JSON, each with a number."""
 Json = Mapping[str, Any]
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -63,14 +66,10 @@ def make_tinker_app(service: "TinkerService", catalog: Catalog, access: Access) 
         "create_session": _json(service.create_session),
         "session_heartbeat": _json(service.heartbeat),
         "sessions/{session_id}/finish": _finish(service),
-        "create_model": _json_and_raw(service.create_model),
+        "create_model": _kept(service.create_model),
         "get_info": _json(service.get_info),
         "forward_backward": _protobuf(service.forward_backward),
-        "optim_step": _json_and_raw(service.optim_step),
-        "save_weights": _json_and_raw(service.save_weights),
-        "load_weights": _json_and_raw(service.load_weights),
-        "save_weights_for_sampler": _json_and_raw(service.save_weights_for_sampler),
-        "save_weights_external": _json_and_raw(service.save_weights_external),
+        **{kind: _kept(partial(service.of_model, kind)) for kind in KINDS},
         "create_sampling_session": _json(service.create_sampling_session),
         "asample": _json_and_raw(service.asample),
         "retrieve_future": _retrieve(service),
@@ -136,14 +135,22 @@ def _json_and_raw(perform: Callable[[Json, bytes], Json]) -> Answer:
     return answer
 
 
-def _protobuf(perform: Callable[[bytes], Json]) -> Answer:
+def _kept(perform: Callable[[Json, bytes], Awaitable[Json]]) -> Answer:
+    async def answer(request: Request) -> Response:
+        raw = await read_body(request)
+        return json_answer(await perform(_parsed(raw), raw))
+
+    return answer
+
+
+def _protobuf(perform: Callable[[bytes], Awaitable[Json]]) -> Answer:
     async def answer(request: Request) -> Response:
         kind = request.headers.get("content-type", "")
         coding = request.headers.get("content-encoding", "identity")
         if kind != PROTOBUF or coding != "identity":
             problem = f"forward_backward must be {PROTOBUF} without an encoding, not {kind or 'nothing'} with {coding}"
             raise RequestRefused(problem, status=415, code="wrong_content_type")
-        return json_answer(perform(await read_body(request)))
+        return json_answer(await perform(await read_body(request)))
 
     return answer
 
@@ -160,10 +167,11 @@ def _finish(service: "TinkerService") -> Answer:
 def _retrieve(service: "TinkerService") -> Answer:
     async def answer(request: Request) -> Response:
         fields = Fields(_parsed(await read_body(request)))
-        future = service.futures.find(required(fields, "request_id", str))
+        future = service.future(required(fields, "request_id", str))
         await unless_gone(request.receive, future.wait(POLL_S))
         if future.body is None:
             return json_answer({"type": "try_again", "request_id": future.request_id, "queue_state": "active"})
+        service.fetched(future.request_id)
         return Response(future.body, media_type=future.media_type)
 
     return answer

@@ -4,38 +4,42 @@ All methods belong to the thread of the event loop; what they give to `Work` and
 model that is wrong still takes its number, and its future fails: the client counts it, and later ones go on.
 """
 
+import asyncio
 import dataclasses
-import logging
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from ....comm.errors import HeadraceError, SettingError
+from ....comm.errors import SettingError
+from ....comm.trace import failpoint
 from ....rollout.serving.fields import Fields, RequestRefused
 from ....rollout.serving.samplers import SampleJob, SampleResult, Samplers, Target
-from .bodies import read_address, read_loss_request, sample_answer
+from .bodies import read_address, sample_answer
 from .futures import Future, Futures
-from .models import Models
+from .kept import KeptRequest, KeptResult, KeptScripts
+from .performer import FORWARD_BACKWARD, LOAD, TOO_LATE, Performer
 from .requests import (
     Json,
-    read_adam,
-    read_layers,
+    SampleRequest,
     read_metadata,
+    read_new_model,
     read_sample,
-    read_ttl,
     refuse_token,
     required,
     typed,
 )
-from .sessions import Session, Sessions
-from .store import SAMPLERS, STATES, SavedPath, TrainingRun
-from .work import Job, Work
+from .sessions import GIVEN_UP_S, TRAIN, Session, Sessions
+from .store import SavedPath
+from .work import Work
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .models import Models
 
 KEPT_SEQUENCES = 10_000
 """Responses whose weights are known by their ids: the newest."""
@@ -58,14 +62,54 @@ class ServerFacts:
 class TinkerService:
     """Answers requests that are parsed; raises `RequestRefused` for those that are wrong."""
 
-    def __init__(self, facts: ServerFacts, sessions: Sessions, work: Work, models: Models, samplers: Samplers) -> None:
+    def __init__(
+        self,
+        facts: ServerFacts,
+        sessions: Sessions,
+        work: Work,
+        models: "Models",
+        samplers: Samplers,
+        performer: Performer,
+        kept: KeptScripts,
+    ) -> None:
         self.facts = facts
         self.sessions = sessions
-        self.futures = Futures()
+        self.futures = Futures(self._recall)
         self._work = work
         self._models = models
         self._samplers = samplers
+        self._performer = performer
+        self._kept = kept
         self._versions: OrderedDict[str, list[int]] = OrderedDict()
+        self._being_kept: dict[str, asyncio.Task[None]] = {}
+        """Requests that are being written to the disk."""
+        self._parked: dict[str, list[Callable[[], None]]] = {}
+        """Samples that wait for the models of their sessions to be continued."""
+        sessions.wake = self._wake
+
+    def restore(self, since: float) -> None:
+        """Take the sessions of an earlier server. since: when this one was begun, in seconds since 1970.
+
+        Their models are continued when their clients give a sign of life.
+        """
+        for kept, last in self._kept.sessions():
+            silent_s = max(0.0, since - last)
+            if silent_s > GIVEN_UP_S:
+                self._kept.remove_session(kept.session_id)
+                continue
+            session = Session(kept.session_id, kept.user_metadata, kept.display_name, time.monotonic() - silent_s)
+            session.is_awake = False
+            session.model_ids = self._kept.models(kept.session_id)
+            session.asleep = {*session.model_ids}
+            session.kept_samplers = dict(kept.samplers)
+            for sampler, path in kept.samplers.items():
+                with suppress(SettingError):  # its weights are removed
+                    session.samplers[sampler] = (self._target(path), path)
+            self.sessions.add(session)
+            for model_id in session.asleep:
+                requests, results = self._kept.numbers(model_id)
+                if 0 in results or 0 not in requests:  # else it has not been created yet
+                    self._models.sleep(model_id)
 
     # ---------------------------------------------------------------------------------------------------------- sessions
 
@@ -88,30 +132,16 @@ class TinkerService:
 
     def finish(self, session_id: str) -> None:
         """End a session; its models make room for others."""
-        self.sessions.find(session_id).is_finished = True
+        self.sessions.finish(self.sessions.find(session_id))
 
     # ------------------------------------------------------------------------------------------------------------ models
 
-    def create_model(self, body: Json, raw: bytes) -> Json:
+    async def create_model(self, body: Json, raw: bytes) -> Json:
         """Begin to train the model's initial weights."""
-        fields = typed(body, "create_model")
-        session = self.sessions.alive(required(fields, "session_id", str))
-        self._check_name(fields)
-        layers = read_layers(fields)
-        metadata = read_metadata(fields)
-        model_id = self._new_model_id(fields, session)
-        fields.finish()
-        run = TrainingRun(
-            model_id,
-            self.facts.name,
-            0 if self.facts.is_full else layers.rank,
-            layers.train_attn,
-            layers.train_mlp,
-            secrets.randbits(31) if layers.seed is None else layers.seed,
-            time.time(),
-            metadata,
-        )
-        return self._create(session, model_id, raw, lambda: self._models.create(run))
+        new = read_new_model(typed(body, "create_model"))
+        session = self.sessions.alive(new.session_id)
+        self._check_name(new.base_model)
+        return await self._create(session, new.number, KeptRequest("create_model", raw))
 
     def get_info(self, body: Json) -> Json:
         """What a model is."""
@@ -126,95 +156,22 @@ class TinkerService:
         about = {"is_lora": run.rank > 0, "lora_rank": run.rank or None, "model_name": self.facts.name}
         return {"type": "get_info", "model_data": data, "model_id": model_id, **about}
 
-    def forward_backward(self, raw: bytes) -> Json:
+    async def forward_backward(self, raw: bytes) -> Json:
         """Gradients of data, or the loss alone; the body is a protocol-buffer message."""
         try:
             model_id, seq_id = read_address(raw)
         except SettingError as error:
             raise RequestRefused(str(error), code="not_protobuf") from error
+        return await self._numbered(model_id, seq_id, KeptRequest(FORWARD_BACKWARD, raw))
 
-        def perform() -> bytes:
-            try:
-                request = read_loss_request(raw)
-            except SettingError as error:
-                self._models.fail_gradient(model_id, str(error))
-                raise
-            return self._models.loss(model_id, request)
-
-        return self._numbered(model_id, seq_id, raw, perform)
-
-    def optim_step(self, body: Json, raw: bytes) -> Json:
-        """An update by the gradients since the last one."""
-
-        def perform(fields: Fields, model_id: str) -> Json:
-            params = read_adam(fields)
-            fields.finish()
-            return self._models.step(model_id, params)
-
-        return self._of_model(body, raw, "optim_step", perform)
-
-    # ----------------------------------------------------------------------------------------------------------- weights
-
-    def save_weights(self, body: Json, raw: bytes) -> Json:
-        """Save the state of a model's training."""
-
-        def perform(fields: Fields, model_id: str) -> Json:
-            path = SavedPath(model_id, STATES, required(fields, "path", str))
-            overwrite = fields.take("overwrite", bool, False)
-            ttl_s = read_ttl(fields)
-            metadata = read_metadata(fields)
-            fields.finish()
-            return self._models.save_state(path, overwrite=overwrite, ttl_s=ttl_s, metadata=metadata)
-
-        return self._of_model(body, raw, "save_weights", perform)
-
-    def load_weights(self, body: Json, raw: bytes) -> Json:
-        """Load a saved state into a model, or begin a new model with it."""
-        if body.get("session_id") is not None:
-            return self._create_from(body, raw)
-
-        def perform(fields: Fields, model_id: str) -> Json:
-            path = SavedPath.parse(required(fields, "path", str))
-            with_optimizer = required(fields, "optimizer", bool)
-            refuse_token(fields)
-            fields.finish()
-            return self._models.load(model_id, path, with_optimizer=with_optimizer)
-
-        return self._of_model(body, raw, "load_weights", perform)
-
-    def save_weights_for_sampler(self, body: Json, raw: bytes) -> Json:
-        """Save weights to sample from: by a name, or for a sampling session of their own."""
-
-        def perform(fields: Fields, model_id: str) -> Json:
-            name = fields.take("path", str)
-            seq_id = fields.take("sampling_session_seq_id", int)
-            kind = fields.take("kind", str, "snapshot")
-            ttl_s = read_ttl(fields)
-            metadata = read_metadata(fields)
-            fields.finish()
-            if name is not None:
-                return self._models.save_sampler(SavedPath(model_id, SAMPLERS, name), ttl_s=ttl_s, metadata=metadata)
-            if kind not in ("snapshot", "inflight"):
-                raise fields.refusal("kind", f"must be snapshot or inflight, not {kind}")
-            if seq_id is None:
-                raise fields.refusal("sampling_session_seq_id", "is missing, and so is path")
-            target = self._models.snapshot(model_id, is_inflight=kind == "inflight")
-            session = self.sessions.of_model(model_id)
-            sampler = self._add_sampler(session, seq_id, target, None)
-            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-
-        return self._of_model(body, raw, "save_weights_for_sampler", perform)
-
-    def save_weights_external(self, body: Json, raw: bytes) -> Json:
-        """Refused, but it takes its number."""
-
-        def perform(fields: Fields, model_id: str) -> Json:
-            del fields, model_id
-            raise SettingError(
-                "save_weights_external is not supported; save_weights_for_sampler writes safetensors here"
-            )
-
-        return self._of_model(body, raw, "save_weights_external", perform)
+    async def of_model(self, kind: str, body: Json, raw: bytes) -> Json:
+        """A request to a model that has come by the route `kind`: an update, or one that saves or loads weights."""
+        if kind == LOAD and body.get("session_id") is not None:
+            return await self._create_from(body, raw)
+        fields = typed(body, kind)
+        model_id = required(fields, "model_id", str)
+        seq_id = required(fields, "seq_id", int)
+        return await self._numbered(model_id, seq_id, KeptRequest(kind, raw))
 
     # ---------------------------------------------------------------------------------------------------------- sampling
 
@@ -225,36 +182,56 @@ class TinkerService:
         seq_id = required(fields, "sampling_session_seq_id", int)
         path = fields.take("model_path", str)
         if path is None:
-            self._check_name(fields)
+            self._check_name(required(fields, "base_model", str))
         else:
             fields.any("base_model")  # known from the path
         fields.finish()
         try:
-            target = self._samplers.initial if path is None else self._models.saved_target(SavedPath.parse(path))
+            target = self._target(path)
         except SettingError as error:
             raise RequestRefused(str(error), status=404, code="unknown_path") from error
-        sampler = self._add_sampler(session, seq_id, target, path)
+        sampler = self.sessions.sampler_id(session.session_id, seq_id)
+        session.kept_samplers[sampler] = path
+        self.sessions.add_sampler(sampler, target, path)
+        self.sessions.keep(session)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def asample(self, body: Json, raw: bytes) -> Json:
         """Sample; the sequences have ids from now on."""
         asked = read_sample(body, self.facts.context, self.facts.vocab_size)
-        target, _ = self.sessions.sampler(asked.sampling_session_id)
+        waiting = self.sessions.waiting_for(asked.sampling_session_id)
+        if waiting is None:
+            self.sessions.sampler(asked.sampling_session_id)
         request_id = f"{asked.sampling_session_id}:{asked.seq_id}"
         num = asked.params.n
         names = [f"{request_id}:{sample}" for sample in range(num)]
         if not self.futures.has(request_id) and self._samplers.num_samples + num > self.facts.most_samples:
             problem = f"this server takes {self.facts.most_samples} responses at a time; try again later"
             raise RequestRefused(problem, status=429, code="too_many_requests")
-        future, is_new = self.futures.open(request_id, digest(raw), sample_sequence_ids=names)
-        if is_new:
-            seed = secrets.randbits(63) if asked.params.seed is None else asked.params.seed
-            params = dataclasses.replace(asked.params, seed=seed)
-            finish = self._finisher(future, names)
-            job = SampleJob(target, asked.prompt, params, finish, asked.num_scored)
-            future.cancel = lambda: self._cancel(future, job)
-            self._samplers.submit(job)
+        future, is_new = self.futures.open(request_id, xxhash.xxh3_128_digest(raw), sample_sequence_ids=names)
+        if is_new and waiting is None:
+            self._sample(asked, future, names)
+        elif is_new and waiting is not None:
+            self._parked.setdefault(waiting.session_id, []).append(lambda: self._sample(asked, future, names))
         return future.first_answer
+
+    def future(self, request_id: str) -> Future:
+        """The request of an id, with a sign of life of its client. Raises `RequestRefused`.
+
+        Of samples that an earlier server was asked for, or whose result is forgotten, the status says that the client may ask anew.
+        """
+        session = self.sessions.of_request(request_id)
+        try:
+            return self.futures.find(request_id)
+        except RequestRefused as error:
+            if session is None or not request_id.startswith(self.sessions.sampler_id(session.session_id, "")):
+                raise
+            raise RequestRefused(str(error), status=410, code="lost_samples") from error
+
+    def fetched(self, request_id: str) -> None:
+        """A client has got a result."""
+        if (address := self._address(request_id)) is not None:
+            self._kept.note_fetched(*address)
 
     def cancel(self, body: Json) -> None:
         """Stop to sample for a request."""
@@ -271,60 +248,120 @@ class TinkerService:
 
     # --------------------------------------------------------------------------------------------------------- internals
 
-    def _check_name(self, fields: Fields) -> None:
-        name = required(fields, "base_model", str)
+    def _check_name(self, name: str) -> None:
         if name != self.facts.name:
             problem = f"there is no model {name!r} here; this server has {self.facts.name!r} (--name)"
             raise RequestRefused(problem, "base_model", status=404, code="model_not_found")
 
-    def _new_model_id(self, fields: Fields, session: Session) -> str:
-        return f"{session.session_id}:train:{required(fields, 'model_seq_id', int)}"
+    def _target(self, path: str | None) -> Target:
+        """What a sampling session samples from: saved weights, or without a path the initial ones. Raises `SettingError`."""
+        return self._samplers.initial if path is None else self._models.saved_target(SavedPath.parse(path))
 
-    def _create(self, session: Session, model_id: str, raw: bytes, perform: Callable[[], Any]) -> Json:
-        future, is_new = self.futures.open(f"{model_id}:0", digest(raw), model_id=model_id)
-        if is_new:
+    async def _create(self, session: Session, number: int, request: KeptRequest) -> Json:
+        model_id = f"{session.session_id}{TRAIN}{number}"
+        future, is_new = self.futures.open(f"{model_id}:0", request.digest, model_id=model_id)
+        if is_new and model_id not in session.model_ids:
             session.model_ids.append(model_id)
-            self._work.add_model(job_of(future, perform))
+        if await self._keep(model_id, 0, request, future, is_new=is_new):
+            self._work.add_model(model_id, self._performer.job(model_id, 0, request, future))
         return future.first_answer
 
-    def _create_from(self, body: Json, raw: bytes) -> Json:
-        fields = typed(body, "load_weights")
+    async def _create_from(self, body: Json, raw: bytes) -> Json:
+        fields = typed(body, LOAD)
         session = self.sessions.alive(required(fields, "session_id", str))
         if fields.take("base_model", str, self.facts.name) != self.facts.name:
             raise fields.refusal("base_model", f"this server has {self.facts.name!r}")
-        model_id = self._new_model_id(fields, session)
-        text = required(fields, "path", str)
-        with_optimizer = required(fields, "optimizer", bool)
-        metadata = read_metadata(fields)
+        number = required(fields, "model_seq_id", int)
+        for name, kind in (("path", str), ("optimizer", bool)):
+            required(fields, name, kind)
+        read_metadata(fields)
         fields.neutral({"optimizer_config": ({"type": "adamw"},)})
         refuse_token(fields)
         fields.finish()
+        return await self._create(session, number, KeptRequest(LOAD, raw))
 
-        def perform() -> Json:
-            path = SavedPath.parse(text)
-            return self._models.create_from(model_id, path, with_optimizer=with_optimizer, metadata=metadata)
-
-        return self._create(session, model_id, raw, perform)
-
-    def _of_model(self, body: Json, raw: bytes, kind: str, perform: Callable[[Fields, str], Json]) -> Json:
-        fields = typed(body, kind)
-        model_id = required(fields, "model_id", str)
-        seq_id = required(fields, "seq_id", int)
-        return self._numbered(model_id, seq_id, raw, lambda: perform(fields, model_id))
-
-    def _numbered(self, model_id: str, seq_id: int, raw: bytes, perform: Callable[[], Any]) -> Json:
+    async def _numbered(self, model_id: str, seq_id: int, request: KeptRequest) -> Json:
         self.sessions.of_model(model_id)
         if seq_id < 1:
             raise RequestRefused(f"must be at least 1, not {seq_id}", "seq_id")
-        future, is_new = self.futures.open(f"{model_id}:{seq_id}", digest(raw), model_id=model_id)
-        if is_new:
-            self._work.add_numbered(model_id, seq_id, job_of(future, perform))
+        future, is_new = self.futures.open(f"{model_id}:{seq_id}", request.digest, model_id=model_id)
+        if await self._keep(model_id, seq_id, request, future, is_new=is_new):
+            job = self._performer.job(model_id, seq_id, request, future)
+            if not self._work.add_numbered(model_id, seq_id, job):
+                job.drop(TOO_LATE)
         return future.first_answer
 
-    def _add_sampler(self, session: Session, seq_id: int, target: Target, path: str | None) -> str:
-        sampler = f"{session.session_id}:sample:{seq_id}"
-        session.samplers[sampler] = (target, path)
-        return sampler
+    async def _keep(self, model_id: str, number: int, request: KeptRequest, future: Future, *, is_new: bool) -> bool:
+        """Have a request on the disk before its client hears that it has come; returns whether this call has seen to that.
+
+        Raises `RequestRefused` where it cannot be written: the client sends it again.
+        """
+        key = future.request_id
+        if is_new:
+            writing = asyncio.to_thread(self._kept.write_request, model_id, number, request)
+            self._being_kept[key] = asyncio.create_task(writing)
+        task = self._being_kept.get(key)
+        if task is None:
+            return False
+        try:
+            await asyncio.shield(task)  # the client may leave, and the request is taken all the same
+        except OSError as error:
+            self.futures.forget(key)
+            problem = f"the request cannot be kept: {error.strerror or error}"
+            raise RequestRefused(problem, status=503, code="not_kept") from error
+        finally:
+            if is_new:
+                self._being_kept.pop(key, None)
+        failpoint("request kept", number=number)
+        return is_new
+
+    def _recall(self, request_id: str) -> KeptResult | None:
+        """The result on the disk of a request to a model."""
+        address = self._address(request_id)
+        return None if address is None else self._kept.result(*address)
+
+    def _address(self, request_id: str) -> tuple[str, int] | None:
+        """The model and the number of a request, whose client is alive; None for other ids."""
+        model_id, _, number = request_id.rpartition(":")
+        session = self.sessions.of_request(request_id)
+        if session is None or model_id not in session.model_ids or not number.isdecimal():
+            return None
+        return model_id, int(number)
+
+    def _wake(self, session: Session) -> None:
+        """Continue the models of a session of an earlier server."""
+        loop = asyncio.get_running_loop()
+        for model_id in [*session.asleep]:
+            self._work.hold(model_id)
+            requests, results = self._kept.numbers(model_id)
+            opened: dict[int, Future] = {}
+            for number in sorted(requests - results):
+                with suppress(SettingError, OSError):  # the job that continues the model says why
+                    own = self._kept.request(model_id, number).digest
+                    opened[number] = self.futures.open(f"{model_id}:{number}", own, model_id=model_id)[0]
+            on_continued = partial(self._on_continued, session, model_id)
+            finish = partial(_call_soon, loop, on_continued)
+            self._work.add_model(model_id, self._performer.recovery(model_id, opened, self._work, finish))
+
+    def _on_continued(self, session: Session, model_id: str) -> None:
+        """A model of a session can be used again, or is lost."""
+        session.asleep.discard(model_id)
+        if not session.asleep:
+            for begin in self._parked.pop(session.session_id, []):
+                begin()
+
+    def _sample(self, asked: SampleRequest, future: Future, names: list[str]) -> None:
+        """Begin to sample."""
+        try:
+            target, _ = self.sessions.sampler(asked.sampling_session_id)
+        except RequestRefused as error:
+            future.fail(str(error), is_user=True)
+            return
+        seed = secrets.randbits(63) if asked.params.seed is None else asked.params.seed
+        params = dataclasses.replace(asked.params, seed=seed)
+        job = SampleJob(target, asked.prompt, params, self._finisher(future, names), asked.num_scored)
+        future.cancel = lambda: self._cancel(future, job)
+        self._samplers.submit(job)
 
     def _finisher(self, future: Future, names: list[str]) -> Callable[[SampleResult | Exception], None]:
         """What ends a job of samples, in the main thread."""
@@ -346,21 +383,6 @@ class TinkerService:
         future.fail("the client has cancelled it", is_user=True)
 
 
-def job_of(future: Future, perform: Callable[[], Any]) -> Job:
-    """A job that finishes a future with what `perform` returns, or with its error."""
-
-    def run() -> None:
-        try:
-            future.succeed(perform())
-        except (HeadraceError, OSError) as error:
-            future.fail(str(error), is_user=not isinstance(error, OSError))
-        except Exception:
-            log.exception("%s failed", future.request_id)
-            future.fail("the server failed; its log says why", is_user=False)
-
-    return Job(run, lambda problem: future.fail(problem, is_user=True))
-
-
-def digest(raw: bytes) -> bytes:
-    """Of a request's body."""
-    return xxhash.xxh3_128_digest(raw)
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Have the thread of an event loop call something."""
+    loop.call_soon_threadsafe(call)

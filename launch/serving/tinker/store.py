@@ -7,6 +7,7 @@
 `saved.json` is written last, so a folder without it is incomplete. A client knows them as `tinker://RUN_ID/weights/NAME`.
 """
 
+import os
 import re
 import shutil
 import time
@@ -18,6 +19,7 @@ import msgspec
 
 from ....comm.disk import folder_bytes
 from ....comm.errors import SettingError
+from ....relay.checkpoints import sync_folder, write_durably
 
 STATES = "weights"
 SAMPLERS = "sampler_weights"
@@ -41,16 +43,19 @@ class TrainingRun(msgspec.Struct, frozen=True):
     seed: int
     since: float
     user_metadata: dict[str, str] | None = None
+    settings: str = ""
+    """A digest of the initial weights and of the server's settings."""
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Saved weights; times are in seconds since 1970."""
+    """Saved weights; times are in seconds since 1970. request: the number of the one that has saved them."""
 
     time: float
     num_bytes: int
     num_updates: int
     expires_at: float | None = None
     user_metadata: dict[str, str] | None = None
+    request: int = 0
 
 
 class SavedPath(NamedTuple):
@@ -84,7 +89,8 @@ class SavedWeights:
         """Note what is trained. Raises `OSError`."""
         folder = self._of_run(run.run_id)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _RUN).write_bytes(msgspec.json.encode(run))
+        write_durably(folder / _RUN, msgspec.json.encode(run))
+        sync_folder(self.root)
 
     def runs(self) -> list[TrainingRun]:
         """All that was trained, the oldest first."""
@@ -93,22 +99,33 @@ class SavedWeights:
 
     def run(self, run_id: str) -> TrainingRun:
         """Raises `SettingError` for one that is not there."""
-        run = _read(self._of_run(run_id) / _RUN, TrainingRun)
+        run = self.find_run(run_id)
         if run is None:
             raise SettingError(f"training run {run_id!r} is not on this server")
         return run
 
-    def check_name(self, path: SavedPath, *, overwrite: bool = False) -> None:
-        """Raise `SettingError` for a name that is no file's name, or that is taken."""
+    def find_run(self, run_id: str) -> TrainingRun | None:
+        """A training run; None for one that is not there. Raises `SettingError` for an id of another form."""
+        return _read(self._of_run(run_id) / _RUN, TrainingRun)
+
+    def check_name(self, path: SavedPath, *, overwrite: bool = False, request: int = 0) -> None:
+        """Raise `SettingError` for a name that is no file's name, or that another request than this one has taken."""
         if not _NAME.fullmatch(path.name) or not path.name.strip("."):
             raise SettingError(f"path: {path.name!r} is not a name of letters, digits, '_', '-' and '.'")
-        if not overwrite and self.find(path) is not None:
+        found = None if overwrite else self.find(path)
+        if found is not None and not 0 < found.request == request:
             raise SettingError(f"path: {path} exists")
 
     def write(
-        self, path: SavedPath, write: Callable[[Path], None], num_updates: int, ttl_s: int | None, metadata: Any
+        self,
+        path: SavedPath,
+        write: Callable[[Path], None],
+        num_updates: int,
+        ttl_s: int | None,
+        metadata: Any,
+        request: int = 0,
     ) -> None:
-        """Save what `write` writes into a folder; an earlier one of this name goes. Raises `OSError`."""
+        """Save what `write` writes into a folder; an earlier one of this name goes. It is on the disk then. Raises `OSError`."""
         self.remove_expired()
         folder = self._folder(path)
         unfinished = folder.with_name(f".{path.name}.unfinished")
@@ -118,10 +135,14 @@ class SavedWeights:
             write(unfinished)
             now = time.time()
             expires = None if ttl_s is None else now + ttl_s
-            saved = Saved(now, folder_bytes(unfinished), num_updates, expires, metadata)
+            saved = Saved(now, folder_bytes(unfinished), num_updates, expires, metadata, request)
             (unfinished / _SAVED).write_bytes(msgspec.json.encode(saved))
+            for each in (*unfinished.rglob("*"), unfinished):
+                _sync(each)
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
+            for above in (folder.parent, folder.parent.parent):
+                sync_folder(above)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -167,6 +188,23 @@ class SavedWeights:
         if not _RUN_ID.fullmatch(run_id):
             raise SettingError(f"training run {run_id!r} is not on this server")
         return self.root / run_id
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of saved weights. Raises `SettingError` where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"--dir={path}: {error.strerror}") from error
+
+
+def _sync(path: Path) -> None:
+    """Have a file or a folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _is_expired(saved: Saved) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from support.closing import at_end
 from support.policies import tiny_policy
 
+from headrace.comm.process_tree import children_of
 from headrace.launch.command import main
 from headrace.rollout.serving.server import listen
 
@@ -20,7 +21,7 @@ PATIENCE_S = 240.0
 KEY = "tml-a-key-of-the-tests"
 
 
-def test_it_answers_until_sigterm(tmp_path: Path):
+def test_it_answers_until_sigterm_though_its_process_is_killed(tmp_path: Path):
     words = ["tinker", str(tiny_policy(tmp_path)), "--port=0", "--name=mine", f"--dir={tmp_path / 'saved'}"]
     environment = {**os.environ, "HEADRACE_API_KEY": KEY}
     command = [sys.executable, "-u", "-m", "headrace", *words, "generator.max_running=4"]
@@ -33,9 +34,13 @@ def test_it_answers_until_sigterm(tmp_path: Path):
         assert lines[-1], "it ended"
     assert any("base_model 'mine': " in line for line in lines)
     request = urllib.request.Request(f"{found[1]}/api/v1/get_server_capabilities", headers={"X-API-Key": KEY})
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-        (model,) = json.load(answer)["supported_models"]
-    assert (model["model_name"], model["max_context_length"]) == ("mine", 256)
+    for is_killed in (True, False):
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            (model,) = json.load(answer)["supported_models"]
+        assert (model["model_name"], model["max_context_length"]) == ("mine", 256)
+        (child,) = children_of(process.pid)
+        if is_killed:
+            os.kill(child, signal.SIGKILL)  # a request that comes now waits for the next one
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0

@@ -2,10 +2,16 @@
 
 import json
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,9 @@ from support.closing import at_end
 from support.cookbook import write_data_sets
 from support.policies import tiny_policy
 from support.source_tree import ROOT
+from support.tinker_script import KilledServer
 
+from headrace.comm.process_tree import children_of
 from headrace.launch.recipes.parts import RECIPE, TASKS
 from headrace.launch.recipes.tiny_policy import build_policy
 from headrace.launch.serving.tinker.bodies import loss_answer, read_address, read_loss_request, sample_answer
@@ -32,6 +40,11 @@ ROW = re.compile(r"^\| `(\w+)` \| (works|client|refused) \| (.+) \|$", re.MULTIL
 
 def start(model: Path, folder: Path, *words: str) -> str:
     """The address of a server, until the end of the test."""
+    return start_process(model, folder, *words)[0]
+
+
+def start_process(model: Path, folder: Path, *words: str) -> tuple[str, int]:
+    """The address of a server, until the end of the test, and the process that starts it again."""
     command = [sys.executable, "-u", "-m", "headrace", "tinker", str(model), "--port=0", f"--dir={folder}"]
     environment = {**os.environ, "HEADRACE_API_KEY": KEY}
     process = subprocess.Popen(
@@ -44,20 +57,31 @@ def start(model: Path, folder: Path, *words: str) -> str:
 
     at_end(stop)
     assert process.stdout is not None
-    for line in process.stdout:
+    console = process.stdout
+    for line in console:
         if found := re.match(r"TINKER_BASE_URL=(http://127\.0\.0\.1:\d+)  ", line):
-            return found[1]
+            threading.Thread(target=lambda: [*console], daemon=True).start()  # a restart prints more
+            return found[1], process.pid
     raise AssertionError("it ended")
 
 
-def run(module: str, *words: str) -> str:
-    """The output of a client's program."""
+def run(module: str, *words: str, meanwhile: Callable[[Callable[[], bool]], None] = lambda _: None) -> str:
+    """The output of a client's program. meanwhile: called with what tells whether the program still runs."""
     environment = {**os.environ, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
     command = [sys.executable, "-m", f"support.{module}", *words]
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        program = subprocess.Popen(command, stdout=output, stderr=errors, text=True, env=environment)
+        try:
+            meanwhile(lambda: program.poll() is None)
+            program.wait(PATIENCE_S)
+        finally:
+            program.kill()
+            program.wait(PATIENCE_S)
+        output.seek(0)
+        errors.seek(0)
+        assert program.returncode == 0, errors.read()[-3000:]
+        return output.read()
 
 
 def test_every_method_of_the_clients_works_or_is_refused_as_the_page_says(tmp_path: Path):
@@ -87,6 +111,30 @@ def test_a_client_trains_samples_saves_and_loads(tmp_path: Path, words: tuple[st
     run("tinker_sdk", start(model, tmp_path / "saved", "--models=3", *words), str(model), "flow")
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_client_notices_nothing_of_a_server_that_is_killed_again_and_again(tmp_path: Path, is_full: bool):
+    model = tiny_policy(tmp_path)
+    server = KilledServer(model, tmp_path / "saved", every=3, name=str(model), is_full=is_full, most_models=3)
+    draw = random.Random(int(is_full))
+    recovery = tmp_path / "saved" / "recovery"
+    killed_at: list[int] = []
+
+    def newest() -> int:
+        """The highest number of a request, of all models."""
+        return max((int(file.stem) for file in recovery.glob("*/*/*.request")), default=-1)
+
+    def kill(is_running: Callable[[], bool]) -> None:
+        while is_running():
+            time.sleep(0.01)
+            if newest() > (killed_at[-1] + 4 if killed_at else 0):
+                time.sleep(draw.uniform(0.0, 0.2))
+                killed_at.append(newest())
+                server.restart()
+
+    run("tinker_sdk", f"http://127.0.0.1:{server.port}", str(model), "flow", meanwhile=kill)
+    assert len(killed_at) >= 8
+
+
 @pytest.fixture(scope="module")
 def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's policy, and its task as the data sets of the cookbook."""
@@ -102,15 +150,31 @@ def metrics_of(folder: Path, recipe: str, name: str) -> list[float]:
     return [row[name] for row in map(json.loads, lines) if name in row]
 
 
-def test_the_cookbooks_loop_of_reinforcement_learning_raises_the_reward(tmp_path: Path, sorting: Path):
+@pytest.mark.parametrize("kills", [(), (2, 9, 17)])
+def test_the_cookbooks_loop_of_reinforcement_learning_raises_the_reward(
+    tmp_path: Path, sorting: Path, kills: tuple[int, ...]
+):
+    """Also where the process that serves is killed after these steps."""
     pytest.importorskip("tinker_cookbook")
+    shutil.rmtree(sorting / "log-rl_loop", ignore_errors=True)
     policy = sorting / "policy"
-    url = start(policy, tmp_path / "saved", "generator.max_running=128")
+    url, parent = start_process(policy, tmp_path / "saved", "generator.max_running=128")
+    left = [*kills]
+
+    def kill(is_running: Callable[[], bool]) -> None:
+        metrics = sorting / "log-rl_loop" / "metrics.jsonl"
+        while left and is_running():
+            time.sleep(0.1)
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= left[0]:
+                del left[0]
+                for child in children_of(parent):
+                    os.kill(child, signal.SIGKILL)
+
     settings = (f'model_name="{policy}"', "batch_size=16", "group_size=8", "max_tokens=24", "learning_rate=0.003")
     more = ('loss_fn="importance_sampling"', "max_steps=30", "save_every=10", "lora_rank=16")
-    run("cookbook", "rl_loop", url, str(sorting), *settings, *more)
+    run("cookbook", "rl_loop", url, str(sorting), *settings, *more, meanwhile=kill)
     rewards = metrics_of(sorting, "rl_loop", "reward/total")
-    assert len(rewards) == 30
+    assert len(rewards) == 30 and not left
     assert np.mean(rewards[-8:]) > np.mean(rewards[:8]) + 0.12, rewards
 
 
