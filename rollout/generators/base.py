@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
+    "vllm": ".vllm.generator:VllmGenerator",
     "emulated": "headrace.launch.lab.emulated.generator:EmulatedGenerator",
 }
 """Classes, called with (fleet, recipe)."""

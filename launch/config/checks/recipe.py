@@ -31,6 +31,7 @@ from ....relay.queue.schedules import SCHEDULES
 from ....relay.queue.tasks import pipeline
 from ....rollout.environments.openenv import OpenEnvServer
 from ....rollout.environments.schemas import tool_schemas
+from ....rollout.generators.vllm.package import check_vllm
 from ....rollout.rewards.addresses import open_address
 from ....rollout.rewards.ready import NEEDS, READY
 from ....trainer.memory import PAGE_TOKENS, PolicySizes
@@ -118,6 +119,8 @@ def check_settings(recipe: Recipe) -> list[str]:
         raise SettingError("rollout.tp cannot be combined with generator.exact, which runs on one rank only")
     if tp > 1 and recipe.rollout.engine != "builtin":
         raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
+    if recipe.rollout.engine == "vllm":
+        check_vllm(recipe)
     check_replicas(roles, tp)
     _check_trainer(recipe.trainer, roles.actor, exact=exact)
     _check_comm(recipe.comm)
