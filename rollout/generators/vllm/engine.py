@@ -85,7 +85,9 @@ class VllmEngine:
         self._num_requests = 0
         self._new: set[str] = set()
         """Requests without a token so far."""
-        self.num_recomputed = 0
+        self.num_sampled = 0
+        self.recomputed = {"weights": 0, "moved": 0}
+        """vLLM does not tell what a full cache drops."""
         self.num_prefilled = 0
         self.num_found = 0
 
@@ -111,6 +113,7 @@ class VllmEngine:
             for token, logprobs in zip(result.token_ids, result.logprobs, strict=True):
                 logprob = logprobs[token].logprob
                 sequence.append(token, logprob if logprob <= 0 else float("nan"))
+                self.num_sampled += sequence.finish_reason != "error"
             if self.text.has_ended(sequence):
                 sequence.finish_reason = "stop"
             assert sequence.finish_reason or not output.finished, f"vLLM ended a response: {result.finish_reason}"
@@ -149,12 +152,12 @@ class VllmEngine:
             if sequence.is_turn_over:
                 self._sequences[sequence.trajectory_id] = sequence
                 continue
-            self.num_recomputed += max(0, sequence.num_tokens - 1) if state.token_ids else 0
+            self.recomputed["moved"] += sequence.num_tokens - 1 if state.token_ids else 0
             self._submit(sequence)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights, by transformers' names. Running trajectories go on under them, with their caches computed again."""
-        self.num_recomputed += sum(request.num_computed_tokens for request in self._scheduler.running)
+        self.recomputed["weights"] += sum(request.num_computed_tokens for request in self._scheduler.running)
         self._llm.reset_prefix_cache(reset_running_requests=True)
         config = self._llm.model_config
         self._llm.apply_model(lambda model: _load(model, weights, config))
@@ -167,6 +170,10 @@ class VllmEngine:
     @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self._scheduler.running)
+
+    @property
+    def num_recomputed(self) -> int:
+        return sum(self.recomputed.values())
 
     @property
     def idle(self) -> bool:
