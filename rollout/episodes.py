@@ -5,14 +5,14 @@ are appended and the next turn begins. Every held trajectory whose turn is over 
 from another rollout, or from a dead one, needs no rule of its own. Tokens are never computed from text a second time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.recipe import EnvironmentSettings
 from .engine.sequence import Completion
-from .environments.base import Episode, Messages, with_observation
+from .environments.base import Episode, with_observation
 from .environments.pool import EnvironmentCall, EnvironmentPool
 from .generators.base import PausingGenerator
 from .leased_row import LeasedRow

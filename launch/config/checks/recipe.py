@@ -82,7 +82,8 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> CheckedReci
         return CheckedRecipe(warnings, data.num_rows)
     policy = ModelFiles.read(recipe.model.path)
     check_family(recipe.generator, recipe.algorithm, policy.folder)
-    check_tp(recipe.rollout.tp, policy)
+    if recipe.rollout.engine != "vllm":  # it splits other families too
+        check_tp(recipe.rollout.tp, policy)
     _check_cache(recipe, policy)
     warnings += check_rate(recipe.optimizer, recipe.lora, policy.folder)
     warnings += check_lora(recipe, policy.folder)
@@ -117,7 +118,7 @@ def check_settings(recipe: Recipe) -> list[str]:
     queue = recipe.queue
     if tp > 1 and exact:
         raise SettingError("rollout.tp cannot be combined with generator.exact, which runs on one rank only")
-    if tp > 1 and recipe.rollout.engine != "builtin":
+    if tp > 1 and recipe.rollout.engine not in ("builtin", "vllm"):
         raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
     if recipe.rollout.engine == "vllm":
         check_vllm(recipe)

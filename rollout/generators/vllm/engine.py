@@ -31,6 +31,7 @@ _ENVIRONMENT = {
 }
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 _SAMPLER = f"{__package__}.sampler:RuleSampler"
+_EXECUTOR = f"{__package__}.executor.RankExecutor"
 _CPU_PAGE_TOKENS = 32
 """vLLM's own 128 would share only longer prompts within a group."""
 _CPU_BYTES = 2 << 30
@@ -38,10 +39,11 @@ _CPU_BYTES = 2 << 30
 
 
 class VllmEngine:
-    """Generates with vLLM. Its weights are undefined until `load`.
+    """Generates with vLLM.
 
-    policy: tells names, shapes and limits; its parameters are not read. path: the checkpoint, whose configuration vLLM reads. The
-    other arguments are those of `Engine`. Raises `SettingError` for what vLLM refuses.
+    policy: its parameters are the weights from the next `weights_changed` on. path: the checkpoint, whose configuration vLLM reads. tp:
+    ranks of one replica, which are those of the process's default group; all get the same calls, and each splits the whole weights.
+    The other arguments are those of `Engine`. Raises `SettingError` for what vLLM refuses.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class VllmEngine:
         prefill_tokens: int = 2048,
         gpu_share: float = 0.85,
         device: torch.device | str = "cpu",
+        tp: int = 1,
     ) -> None:
         check_package()
         self.policy = policy
@@ -70,10 +73,12 @@ class VllmEngine:
             "seed": seed,
             **_cache_settings(policy, max_running, kv_gb, gpu_share, torch.device(device)),
         }
+        if tp > 1:
+            settings |= {"tensor_parallel_size": tp, "distributed_executor_backend": _EXECUTOR}
         self._llm: Any = _open_llm(settings, policy)
         cache = self._llm.vllm_config.cache_config
         self.kv_capacity: int = cache.num_gpu_blocks * cache.block_size
-        self.kv_token_bytes = token_bytes(policy)
+        self.kv_token_bytes = token_bytes(policy) // tp
         self.description = f"vLLM, {cache.num_gpu_blocks} pages of {cache.block_size} tokens"
         self._scheduler = self._llm.engine_core.engine_core.scheduler
         self._sequences: dict[int, Sequence] = {}
@@ -131,9 +136,7 @@ class VllmEngine:
         return True
 
     def unfinished(self) -> list[SequenceProgress]:
-        return [
-            SequenceProgress(s.trajectory_id, s.num_tokens, len(s.token_ids)) for s in self._sequences.values()
-        ]
+        return [SequenceProgress(s.trajectory_id, s.num_tokens, len(s.token_ids)) for s in self._sequences.values()]
 
     def responses(self) -> list[SequenceState]:
         return [sequence.export_state() for sequence in self._sequences.values()]
@@ -155,11 +158,19 @@ class VllmEngine:
             self.recomputed["moved"] += sequence.num_tokens - 1 if state.token_ids else 0
             self._submit(sequence)
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights, by transformers' names. Running trajectories go on under them, with their caches computed again."""
+    def cancel(self, trajectory_id: int) -> bool:
+        """Drop a trajectory; False if the engine does not hold it."""
+        self._abort([trajectory_id])
+        return self._sequences.pop(trajectory_id, None) is not None
+
+    def recompute(self) -> None:
+        """Drop all keys and values before the weights change; running trajectories are prefilled again."""
         self.recomputed["weights"] += sum(request.num_computed_tokens for request in self._scheduler.running)
         self._llm.reset_prefix_cache(reset_running_requests=True)
-        config = self._llm.model_config
+
+    def weights_changed(self) -> None:
+        """Take the parameters of the policy, which have changed since `recompute`."""
+        weights, config = self.policy.weights(), self._llm.model_config
         self._llm.apply_model(lambda model: _load(model, weights, config))
 
     @property
@@ -253,7 +264,9 @@ def _open_llm(settings: dict[str, Any], policy: "Policy") -> Any:
 
     is_cpu = current_platform.is_cpu()
     if is_cpu:
-        type(current_platform).simple_compile_backend = "eager"  # what it compiles are ranks of tokens, which nobody reads
+        type(
+            current_platform
+        ).simple_compile_backend = "eager"  # what it compiles are ranks of tokens, which nobody reads
         _check_heads(policy.head_dim)
     from vllm import EngineArgs, LLMEngine  # pyright: ignore[reportMissingImports]
 
@@ -262,6 +275,7 @@ def _open_llm(settings: dict[str, Any], policy: "Policy") -> Any:
             **settings,
             max_model_len=policy.context,
             load_format="dummy",
+            hf_overrides={"head_dtype": "float32"},  # logits are not rounded to half precision, as in the trainer
             skip_tokenizer_init=True,
             enforce_eager=is_cpu,  # compiling takes a minute there
             async_scheduling=False,

@@ -50,9 +50,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def vllm(path: Path) -> VllmEngine:
     """One engine for all tests: vLLM keeps state of the process."""
-    engine = VllmEngine(load_policy(path, weights=False), str(path), Text.of(path), max_running=6, kv_gb=0.01)
-    engine.load(load_policy(path).weights())
+    engine = VllmEngine(load_policy(path), str(path), Text.of(path), max_running=6, kv_gb=0.01)
+    engine.weights_changed()
     return engine
+
+
+def switch(engine: AnyEngine, weights: Mapping[str, Tensor]) -> None:
+    """Replace the weights as a rollout does."""
+    engine.recompute()
+    for name, weight in engine.policy.weights().items():
+        weight.data.copy_(weights[name])
+    engine.weights_changed()
 
 
 @pytest.fixture(autouse=True)
@@ -138,17 +146,11 @@ def test_new_weights_midway_are_those_of_the_next_token(path: Path, vllm: VllmEn
     for engine in (vllm, Engine(load_policy(path), max_running=6, tokenizer=load_tokenizer(path))):
         engine.add_group(random_prompts(1, longest=90)[0], SamplingParams(max_new_tokens=40, ignore_eos=True), [1, 2])
         early = {done.trajectory_id: done for _ in range(12) for done in engine.step()}
-        if isinstance(engine, VllmEngine):
-            before = engine.num_recomputed
-            engine.load(second)
-            assert engine.num_recomputed > before
-        else:
-            engine.recompute()
-            for name, weight in engine.policy.weights().items():
-                weight.data.copy_(second[name])
-            engine.weights_changed()
+        before = engine.num_recomputed
+        switch(engine, second)
         found.append(early | finish(engine))
-    vllm.load(first)
+        assert engine.num_recomputed > before
+    switch(vllm, first)
     assert_same(*found)
     vllm.add_group(random_prompts(1, longest=90)[0], SamplingParams(max_new_tokens=40, ignore_eos=True), [1, 2])
     unchanged = finish(vllm)
@@ -177,7 +179,9 @@ def test_a_turn_pauses_and_goes_on_after_inserted_tokens(path: Path, vllm: VllmE
     found = on_both(path, vllm, work)
     assert len(found) >= 6 and vllm.num_found > found_before
     last = max(found.values(), key=lambda done: len(done.token_ids))
-    assert [p for t, p in zip(last.token_ids, last.logprobs, strict=True) if p == 0.0] == [0.0] * 3 * last.token_ids.count(51)
+    assert [p for t, p in zip(last.token_ids, last.logprobs, strict=True) if p == 0.0] == [
+        0.0
+    ] * 3 * last.token_ids.count(51)
 
 
 @pytest.mark.parametrize("way", ["to the built-in engine", "from the built-in engine", "to itself"])
@@ -203,11 +207,11 @@ def test_weights_that_are_not_finite_end_a_response_and_good_ones_heal_the_engin
     good = load_policy(path).weights()
     broken = {name: torch.full_like(weight, float("nan")) for name, weight in good.items()}
     prompt = random_prompts(1, longest=60)[0]
-    vllm.load(broken)
+    switch(vllm, broken)
     vllm.add_group(prompt, PLAIN, [1])
     done = finish(vllm)[1]
     assert (done.finish_reason, done.token_ids, done.logprobs) == ("error", [], [])
-    vllm.load(good)
+    switch(vllm, good)
 
     def work(engine: AnyEngine) -> dict[int, Completion]:
         engine.add_group(prompt, PLAIN, [1])
@@ -216,12 +220,13 @@ def test_weights_that_are_not_finite_end_a_response_and_good_ones_heal_the_engin
     on_both(path, vllm, work)
 
 
-def test_weights_that_vllm_does_not_find_are_an_error(path: Path, vllm: VllmEngine):
-    weights = load_policy(path).weights()
-    del weights["model.norm.weight"]
-    with pytest.raises(SettingError, match=r"rollout\.engine=vllm: vLLM found no weights for model\.norm\.weight"):
-        vllm.load(weights)
-    vllm.load(load_policy(path).weights())
+def test_weights_that_vllm_does_not_find_are_an_error(vllm: VllmEngine, monkeypatch: pytest.MonkeyPatch):
+    weights = vllm.policy.weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.policy, "weights", lambda: {n: w for n, w in weights.items() if n != "model.norm.weight"})
+        with pytest.raises(SettingError, match=r"rollout\.engine=vllm: vLLM found no weights for model\.norm\.weight"):
+            vllm.weights_changed()
+    vllm.weights_changed()
 
 
 def test_heads_without_a_kernel_are_refused_at_the_start(tmp_path: Path):
