@@ -59,7 +59,10 @@ _MAINS = {
     "task": "headrace.relay.queue.task_loop",
     "front": "headrace.rollout.serving.run_front",
 }
-_SHARDS = {"builtin": "headrace.rollout.generators.builtin", "vllm": "headrace.rollout.generators.vllm.generator"}
+_SHARDS = {
+    "builtin": "headrace.rollout.generators.builtin",
+    "vllm": "headrace.rollout.generators.vllm_engine.generator",
+}
 """The further ranks of a replica, by its engine."""
 _REFUSE_S = 30.0
 _SUMMARY_S = 30.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
-    "vllm": ".vllm.generator:VllmGenerator",
+    "vllm": ".vllm_engine.generator:VllmGenerator",
     "emulated": "headrace.launch.lab.emulated.generator:EmulatedGenerator",
 }
 """Classes, called with (fleet, recipe)."""

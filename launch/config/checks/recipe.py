@@ -31,7 +31,7 @@ from ....relay.queue.schedules import SCHEDULES
 from ....relay.queue.tasks import pipeline
 from ....rollout.environments.openenv import OpenEnvServer
 from ....rollout.environments.schemas import tool_schemas
-from ....rollout.generators.vllm.package import check_vllm
+from ....rollout.generators.vllm_engine.package import check_vllm
 from ....rollout.rewards.addresses import open_address
 from ....rollout.rewards.ready import NEEDS, READY
 from ....trainer.memory import PAGE_TOKENS, PolicySizes

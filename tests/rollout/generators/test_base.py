@@ -13,7 +13,7 @@ from headrace.launch.config.checks.recipe import check_settings
 from headrace.launch.config.load import read_recipe
 from headrace.rollout.generators import base
 from headrace.rollout.generators.base import Generator, PausingGenerator, PromptGenerator
-from headrace.rollout.generators.vllm import package
+from headrace.rollout.generators.vllm_engine import package
 
 USE = Path(__file__).resolve().parents[3] / "docs" / "use"
 PAUSING = {"resume", "observation_ids"}
@@ -73,8 +73,8 @@ def test_another_version_of_vllm_is_one_line(monkeypatch: pytest.MonkeyPatch, ve
 
 def test_vllm_is_imported_only_by_its_engine():
     code = (
-        "import sys; import headrace.rollout.generators.builtin, headrace.rollout.generators.vllm.package as package\n"
-        "import headrace.rollout.generators.vllm.engine, headrace.launch.config.checks.recipe\n"
+        "import sys; import headrace.rollout.generators.builtin, headrace.rollout.generators.vllm_engine.package as package\n"
+        "import headrace.rollout.generators.vllm_engine.engine, headrace.launch.config.checks.recipe\n"
         "assert 'vllm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.comm.errors import SettingError
 from headrace.rollout import Completion, Engine, SamplingParams
 from headrace.rollout.engine.text import Text
-from headrace.rollout.generators.vllm.engine import VllmEngine
+from headrace.rollout.generators.vllm_engine.engine import VllmEngine
 from headrace.trainer.policy.model import load_policy, load_tokenizer
 
 pytest.importorskip("vllm")
