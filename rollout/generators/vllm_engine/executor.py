@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 import torch.distributed as dist
 
 from vllm.v1.executor.uniproc_executor import (  # pyright: ignore[reportMissingImports] - an extra
@@ -14,6 +15,6 @@ class RankExecutor(ExecutorWithExternalLauncher):
 
     def _distributed_args(self) -> tuple[str, int, int]:
         """A name that the ranks share and other replicas of the host do not have, the rank, and the number of its device."""
-        name = [f"replica-{os.getpid()}"]
-        dist.broadcast_object_list(name, src=0)
-        return name[0], dist.get_rank(), 0
+        first = torch.tensor([os.getpid()])
+        dist.broadcast(first, src=0)
+        return f"replica-{int(first)}", dist.get_rank(), 0
