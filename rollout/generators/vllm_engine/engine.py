@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ....comm.environment import GPU_PROCESSES
 from ....comm.errors import SettingError
 from ...engine.memory import available_memory, plan_cache, token_bytes
 from ...engine.sequence import Completion, Sequence, SequenceProgress, SequenceState
@@ -246,14 +247,16 @@ class VllmEngine:
 def _cache_settings(
     policy: "Policy", max_running: int, kv_gb: float | None, gpu_share: float, device: torch.device
 ) -> dict[str, Any]:
-    """How large vLLM makes its cache: on a CPU by the same rule as the built-in engine, on a GPU by vLLM's own, within `gpu_share`."""
+    """How large vLLM makes its cache: on a CPU by the rule of the built-in engine up to `_CPU_BYTES`; on a GPU by vLLM's own, within this
+    process's part of `gpu_share`."""
     if device.type == "cpu":
         memory = available_memory(device, gpu_share)
         memory = memory._replace(usual=min(memory.usual, _CPU_BYTES))
         plan = plan_cache(policy, _CPU_PAGE_TOKENS, max_running, kv_gb, memory)
         return {"block_size": _CPU_PAGE_TOKENS, "kv_cache_memory_bytes": plan.num_pages * plan.page_bytes}
+    share = gpu_share / int(os.environ.get(GPU_PROCESSES, "1"))
     given = {} if kv_gb is None else {"kv_cache_memory_bytes": int(kv_gb * 1e9)}
-    return {"gpu_memory_utilization": gpu_share, **given}
+    return {"gpu_memory_utilization": share, **given}
 
 
 def _open_llm(settings: dict[str, Any], policy: "Policy") -> Any:

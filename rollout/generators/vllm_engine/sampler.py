@@ -76,7 +76,10 @@ class RuleSampler(LogitsProcessor):
             self._rows[target] = moved
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits [B, vocab] in fp32 become those of which one token can be drawn."""
+        """Logits [B, vocab] in fp32 become those of which one token can be drawn.
+
+        A row whose prompt is not whole yet is drawn too; vLLM drops its token, and no state is left behind.
+        """
         rows = [self._rows[index] for index in range(len(logits))]
         if self._batch is None or self._has_penalty(rows):
             self._batch = self._sampling(rows, logits.shape[1])
@@ -94,5 +97,5 @@ class RuleSampler(LogitsProcessor):
 
     @staticmethod
     def _has_penalty(rows: Sequence[_Row]) -> bool:
-        """Whether what was drawn counts. Rows of unfinished prompts are drawn too, and vLLM drops their tokens."""
+        """Whether tokens that were drawn lower the scores of later ones, so that they are recorded anew for each step."""
         return any(row.draw.params.repetition_penalty != 1 for row in rows)
