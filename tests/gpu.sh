@@ -56,20 +56,15 @@ timeout $((dry ? 600 : 120)) "$python" tests/gpu_figures.py policies >"$logs/pol
 making=$!
 figures environment 20
 mapfile -t files < <(grep -rl --include="test_*.py" "mark.gpu" tests)
-tests gpu-tests 85 -m gpu "${files[@]}"
-tests kernels 60 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
+tests gpu-tests 80 -m gpu "${files[@]}"
+tests kernels 70 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
     tests/trainer/policy/test_kernels.py tests/trainer/policy/test_exact_kernels.py tests/rollout/engine/test_exact_kernels.py
 wait "$making"
-figures exact 30
-run=$logs/quickstart
-rm -rf "$run"
-part quickstart 70 "$python" -m headrace quickstart run.dir="$run" run.steps=$((dry ? 2 : 30)) \
-  model.dtype=$( ((dry)) && echo float32 || echo bfloat16)
-RUN=$run figures mismatch 15
-if ! ((dry)); then
-  part generator 110 "$python" tests/bench 0.5b-bf16-gpu --json "$logs/generator.json"
-fi
+figures exact 35
+part runs 110 "$python" tests/gpu_runs.py "$logs/runs"
+((dry)) || figures generator 60
 figures decode 50
+figures prefill 15
 figures train 45
 figures copies 20
 figures profile 25

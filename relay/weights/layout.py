@@ -229,7 +229,7 @@ class WeightShard:
     def write(self, tensors: Mapping[str, Tensor], buffer: np.ndarray) -> None:
         """Cast and copy this rank's rows into a buffer of the part's bytes, uint8 [num_bytes]."""
         if self.num_parts == 1:
-            self.layout.write(tensors, buffer)
+            self.layout.write({name: local_tensor(tensor) for name, tensor in tensors.items()}, buffer)
             return
         shards = {run.entry.name: local_tensor(tensors[run.entry.name]) for run in self.runs}
         for run, (at, end) in zip(self.runs, pairwise(self.ranges.starts), strict=True):

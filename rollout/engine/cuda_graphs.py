@@ -1,8 +1,8 @@
 """Captured CUDA graphs of the whole decode step: attention, head, sampling, and the move to the next position.
 
 All inputs of a step are tensors at fixed addresses, and a step prepares them for the next one: between two changes of rows
-a step is one replay, with a copy of added pages from the host, if there are any. Weights are overwritten in place, so
-graphs outlive a version.
+a step is one replay, with a copy of added pages from the host, if there are any. Filters and penalties are operators over
+all logits, which follow the replay. Weights are overwritten in place, so graphs outlive a version.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,8 @@ class DecodeGraphs:
         page_size = attention.cache.page_size
         self._widths = [*_powers(_NARROWEST // page_size or 1, max_pages), max_pages]
         """Pages of the longest row, likewise: a launch has a program for each part of the widest row's pages."""
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        """By rows, pages, and whether the graph draws, in the plain way."""
         self._tokens, self._positions, self._num_drawn, self._keys = (
             torch.zeros(max_running, dtype=torch.long, device=device) for _ in range(4)
         )
@@ -62,12 +63,8 @@ class DecodeGraphs:
         self._num_refills = -1
         self._pool: Any = None
 
-    @staticmethod
-    def can_run(batch: "DecodeBatch") -> bool:
-        """Whether all rows sample in the plain way that is captured: filters and penalties are operators over all logits."""
-        return batch.sampling.filters is None
-
     def decode(self, batch: "DecodeBatch") -> Sample:
+        """Draw the next token of every row."""
         rows = len(batch)
         size = next(size for size in self._sizes if size >= rows)
         if self._num_refills != batch.num_refills:
@@ -78,10 +75,15 @@ class DecodeGraphs:
             self._table[places[:, 0], places[:, 1]] = places[:, 2].int()
         num_pages = int(batch.num_pages.max())
         width = next(width for width in self._widths if width >= num_pages)
-        key = size, width
+        is_plain = batch.sampling.filters is None
+        key = size, width, is_plain
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         self._graphs[key].replay()
+        if not is_plain:
+            drawn = self._sample(self._logits[:rows], batch.sampling, batch.num_drawn)
+            self._tokens[:rows] = drawn.tokens
+            return drawn
         return Sample(self._tokens[:rows].clone(), self._logprobs[:rows].clone())
 
     def forget(self) -> None:
@@ -101,32 +103,34 @@ class DecodeGraphs:
         self._scale[:rows] = 1.0 if batch.sampling.scale is None else batch.sampling.scale
         self._table[:rows, : table.shape[1]] = table
 
-    def _step(self, size: int, width: int) -> None:
+    def _step(self, size: int, width: int, draws: bool) -> None:
         positions = self._positions[:size]
         self._attention.use(self._table[:size, :width], (positions + 1).int())
         hidden = self._forward(self._tokens[:size], positions, self._attention)
-        rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
-        drawn = self._sample(self._head(hidden, out=self._logits), rows, self._num_drawn[:size])
-        self._tokens[:size].copy_(drawn.tokens)
-        self._logprobs[:size].copy_(drawn.logprobs)
+        logits = self._head(hidden, out=self._logits)
+        if draws:
+            rows = SamplingBatch.fixed(self._keys[:size], self._scale[:size], self._is_greedy[:size])
+            drawn = self._sample(logits, rows, self._num_drawn[:size])
+            self._tokens[:size].copy_(drawn.tokens)
+            self._logprobs[:size].copy_(drawn.logprobs)
         positions.add_(1)
         self._num_drawn[:size].add_(1)
 
-    def _capture(self, size: int, width: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, width: int, draws: bool) -> torch.cuda.CUDAGraph:
         state = (self._tokens, self._positions, self._num_drawn)
         before = [tensor.clone() for tensor in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             # The first run compiles and selects kernels, which must not be captured.
-            self._step(size, width)
+            self._step(size, width, draws)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # One memory pool for all: only one graph runs at a time, and its results are copied out.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         # By default an allocation in another thread, such as a transfer of weights, would spoil the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(size, width)
+            self._step(size, width, draws)
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
         return graph

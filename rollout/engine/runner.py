@@ -120,7 +120,7 @@ class Runner:
 
     def decode(self, batch: "DecodeBatch") -> Sample:
         """Draw the next token of every row."""
-        if self._graphs is not None and self._graphs.can_run(batch):
+        if self._graphs is not None:
             return self._graphs.decode(batch)
         self.attention.prepare(batch)
         positions = to_device(batch.positions, self.policy.device)

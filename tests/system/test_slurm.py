@@ -148,10 +148,16 @@ def test_a_preempted_job_resumes_when_the_node_is_free_again(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_three_nodes_train_together(cluster, tmp_path):
-    job = SlurmJob(cluster, tmp_path, **{"roles.rollout": 5}).submit("multi_node.sbatch", "--nodes=3", **job_network())
+def test_three_nodes_train_together_and_the_login_node_shows_all_of_them(cluster, tmp_path, capsys):
+    settings = {"roles.rollout": 5, "run.steps": 60}
+    job = SlurmJob(cluster, tmp_path, **settings).submit("multi_node.sbatch", "--nodes=3", **job_network())
+    job.until(lambda: len(job.metrics()) > 2)
+    assert ctl.status([str(job.dir)]) == 0
+    shown = capsys.readouterr().out
+    assert all(role in shown for role in ("actor-0", *(f"rollout-{number}" for number in range(5)))), shown
     job.wait_for_state("COMPLETED")
     assert job.summary()["status"] == "finished"
+    assert ctl.status([str(job.dir)]) == 0 and "finished" in capsys.readouterr().out
     assert audit([str(job.dir)]) == 0
 
 

@@ -95,6 +95,21 @@ def test_of_ranks_that_hold_two_copies_the_first_copy_is_published_each_byte_onc
     assert min(num_bytes[:2]) > 0 and num_bytes[2:] == [0, 0]
 
 
+def test_a_single_rank_publishes_the_weights_that_it_shards_with_itself_alone():
+    whole = build().state_dict()
+    layout = Layout.of(whole, "float32")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensors = {name: distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None) for name, x in whole.items()}
+        alone, found = (np.zeros(layout.num_bytes, np.uint8) for _ in range(2))
+        layout.write(whole, alone)
+        WeightShard.of(layout, tensors, 0, 1).write(tensors, found)
+    finally:
+        dist.destroy_process_group()
+    assert np.array_equal(found, alone) and found.any()
+
+
 ACTOR = """
 import sys, torch
 sys.path.insert(0, sys.argv[6])

@@ -31,7 +31,7 @@ def test_captured_steps_draw_what_single_steps_draw_over_rows_and_widths_that_ch
     decode, cuda = use_graphs(engine, monkeypatch)
     assert [c.token_ids for c in engine.generate(prompts, params)] == expected
     graphs = decode._graphs
-    assert {width for _, width in graphs} == {4, 8}, (
+    assert {width for _, width, _ in graphs} == {4, 8}, (
         "not 16 and 32: a step takes the narrowest that holds its longest row"
     )
     assert len(cuda.captures) == len(graphs)
@@ -58,7 +58,7 @@ def test_a_launch_is_as_wide_as_the_rows_and_not_as_the_context(tmp_path, monkey
     decode, _ = use_graphs(engine, monkeypatch)
     assert decode._widths == [16, 64, 256, 1024, 1563]
     engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))
-    assert [*decode._graphs] == [(1, 16)]
+    assert [*decode._graphs] == [(1, 16, True)]
 
 
 def test_values_for_a_gpu_are_pinned_and_do_not_wait_for_its_steps(monkeypatch):
@@ -139,7 +139,7 @@ def launches_of_a_step(path, monkeypatch) -> Counter[str]:
         engine.step()
     launches.names.clear()
     with torch.no_grad(), launches:
-        graphs._step(4, 1)
+        graphs._step(4, 1, True)
     return Counter(launches.names)
 
 
@@ -161,7 +161,7 @@ MIXED = [
 ]  # fmt: skip
 
 
-def test_batches_with_filters_or_penalties_run_beside_the_graphs_and_plain_ones_in_them(path, monkeypatch):
+def test_batches_with_filters_or_penalties_draw_beside_the_graphs_and_plain_ones_in_them(path, monkeypatch):
     """Rows with and without them come and go, lose their pages and continue, and change places."""
     prompts = random_prompts(16, longest=60)
     kinds = [*MIXED, *MIXED[1:5], {}, {}, {}, {}]
@@ -171,11 +171,10 @@ def test_batches_with_filters_or_penalties_run_beside_the_graphs_and_plain_ones_
     engine = Engine(path, **scarce)
     graphs, _ = use_graphs(engine, monkeypatch)
     launches = use_kernels(engine, monkeypatch)
-    monkeypatch.setattr(graphs, "decode", launches.one(graphs.decode, "captured"))
     engine._is_async = True
     with launches:
         assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
-    assert "captured" in launches.names and "sort" in launches.names
+    assert {draws for *_, draws in graphs._graphs} == {True, False} and "sort" in launches.names
     assert engine.scheduler.num_preempted > 0
 
 

@@ -123,7 +123,8 @@ def test_generator_and_trainer_launch_the_same_compiled_kernels(tmp_path, monkey
     engine = Engine(path, "float16", 2, exact=True, prefill_tokens=50)
     completions = run(engine, [[5, 6], [7] * 66], SamplingParams(max_new_tokens=2, ignore_eos=True))
     completions += run(engine, [[5, 6]], SamplingParams(max_new_tokens=2, ignore_eos=True))
-    generator = list(launches)
+    draws = ("_sums_kernel", "_draw_kernel")  # the generator's alone, and on a GPU only
+    generator = [launch for launch in launches if launch[0].__name__ not in draws]
     launches.clear()
     assert_same_bits(path, "float16", completions)
     found = compiled(generator)
