@@ -1,7 +1,7 @@
 """vLLM's engine with the calls of the built-in one, of which it has the meanings.
 
 A trajectory is a `Sequence` here and a request in vLLM. A request generates one turn; a turn that ends, a move and a pause abort
-it. What goes on is a new request of all tokens so far, most of whose keys and values vLLM finds in its prefix cache.
+it. The next turn is a new request of all tokens so far, most of whose keys and values vLLM finds in its prefix cache.
 """
 
 import os
@@ -171,7 +171,8 @@ class VllmEngine:
 
     def weights_changed(self) -> None:
         """Take the parameters of the policy, which have changed since `recompute`."""
-        weights, config = self.policy.weights(), self._llm.model_config
+        weights = self.policy.weights()
+        config = self._llm.model_config
         self._llm.apply_model(lambda model: _load(model, weights, config))
 
     @property
@@ -260,7 +261,7 @@ def _cache_settings(
 
 
 def _open_llm(settings: dict[str, Any], policy: "Policy") -> Any:
-    """vLLM's engine in this process, with weights that nobody has read."""
+    """vLLM's engine in this process, with random weights."""
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault(_LOG_LEVEL, "ERROR")
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports] - an extra
@@ -269,7 +270,7 @@ def _open_llm(settings: dict[str, Any], policy: "Policy") -> Any:
     if is_cpu:
         type(
             current_platform
-        ).simple_compile_backend = "eager"  # what it compiles are ranks of tokens, which nobody reads
+        ).simple_compile_backend = "eager"  # it would compile the ranks of tokens, which are not used
         _check_heads(policy.head_dim)
     from vllm import EngineArgs, LLMEngine  # pyright: ignore[reportMissingImports]
 

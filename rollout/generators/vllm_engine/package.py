@@ -1,4 +1,4 @@
-"""What must hold before vLLM is imported: the package, its version, and the settings that it cannot follow."""
+"""Checks before vLLM is imported: the package, its version, and the settings that it cannot follow."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING

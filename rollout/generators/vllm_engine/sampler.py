@@ -97,5 +97,5 @@ class RuleSampler(LogitsProcessor):
 
     @staticmethod
     def _has_penalty(rows: Sequence[_Row]) -> bool:
-        """Whether tokens that were drawn lower the scores of later ones, so that they are recorded anew for each step."""
+        """Whether tokens that were drawn lower the scores of later ones: then they are recorded before each step."""
         return any(row.draw.params.repetition_penalty != 1 for row in rows)

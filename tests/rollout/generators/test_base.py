@@ -36,7 +36,7 @@ def test_the_page_names_every_member_and_no_other():
     "engine", ["builtin", "emulated", f"{USE / 'transformers_generator.py'}:TransformersGenerator"]
 )
 def test_every_engine_has_every_method(engine: str):
-    """What an instance sets, only a run can show."""
+    """Only a run can show the attributes of an instance."""
     known = adapter_class("rollout.engine", engine, base._ADAPTERS, base.__package__)
     methods = {name for name in members(Generator, PromptGenerator) if callable(getattr(base.Generator, name, None))}
     assert {"step", "take_weights", "add_group"} < methods

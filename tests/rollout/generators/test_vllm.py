@@ -141,7 +141,8 @@ def changed(path: Path, by: float = 1.0) -> dict[str, Tensor]:
 
 def test_new_weights_midway_are_those_of_the_next_token(path: Path, vllm: VllmEngine):
     """With the built-in engine as the oracle, which recomputes its cache under them."""
-    first, second = load_policy(path).weights(), changed(path)
+    first = load_policy(path).weights()
+    second = changed(path)
     found: list[dict[int, Completion]] = []
     for engine in (vllm, Engine(load_policy(path), max_running=6, tokenizer=load_tokenizer(path))):
         engine.add_group(random_prompts(1, longest=90)[0], SamplingParams(max_new_tokens=40, ignore_eos=True), [1, 2])
