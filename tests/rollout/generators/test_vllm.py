@@ -49,8 +49,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm(path: Path) -> VllmEngine:
-    """One engine for all tests: vLLM keeps state of the process."""
-    engine = VllmEngine(load_policy(path), str(path), Text.of(path), max_running=6, kv_gb=0.01)
+    """One engine for all tests: vLLM keeps state of the process. Its prompts are prefilled in chunks, and pages are preempted."""
+    engine = VllmEngine(load_policy(path), str(path), Text.of(path), max_running=6, kv_gb=0.0006, prefill_tokens=40)
     engine.weights_changed()
     return engine
 
