@@ -32,6 +32,9 @@ _ENVIRONMENT = {
 }
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 _SAMPLER = f"{__package__}.sampler:RuleSampler"
+_WHOLE_LOGITS = {"head_dtype": "float32"}
+"""Logits are not rounded to half precision, as in the trainer. On a CPU vLLM would convert the whole head in each step: with SmolLM2-135M
+that took 43 % of the speed for 13 % less mismatch."""
 _EXECUTOR = f"{__package__}.executor.RankExecutor"
 _CPU_PAGE_TOKENS = 32
 """vLLM's own 128 would share only longer prompts within a group."""
@@ -279,7 +282,7 @@ def _open_llm(settings: dict[str, Any], policy: "Policy") -> Any:
             **settings,
             max_model_len=policy.context,
             load_format="dummy",
-            hf_overrides={"head_dtype": "float32"},  # logits are not rounded to half precision, as in the trainer
+            hf_overrides={} if is_cpu else _WHOLE_LOGITS,
             skip_tokenizer_init=True,
             enforce_eager=is_cpu,  # compiling takes a minute there
             async_scheduling=False,

@@ -121,6 +121,18 @@ def test_log_probs_are_the_policys_at_the_temperature_before_the_filters(path: P
     assert (torch.tensor(done.logprobs) - wanted).abs().max() < CLOSE
 
 
+def test_a_token_that_vllm_drops_is_not_penalized(path: Path, vllm: VllmEngine):
+    """The rows of prompts in chunks are drawn too. Nothing else changes the batch meanwhile."""
+
+    def work(engine: AnyEngine) -> dict[int, Completion]:
+        prompt = [20 + i % 5 for i in range(200)]
+        params = SamplingParams(max_new_tokens=50, temperature=0.5, repetition_penalty=6.0, ignore_eos=True)
+        engine.add_group(prompt, params, [3])
+        return finish(engine)
+
+    on_both(path, vllm, work)
+
+
 def test_the_context_ends_a_response(path: Path, vllm: VllmEngine):
     prompt = [5 + i % 90 for i in range(250)]
     vllm.add_group(prompt, SamplingParams(max_new_tokens=60, ignore_eos=True), [0])
