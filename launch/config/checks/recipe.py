@@ -120,8 +120,7 @@ def check_settings(recipe: Recipe) -> list[str]:
         raise SettingError("rollout.tp cannot be combined with generator.exact, which runs on one rank only")
     if tp > 1 and recipe.rollout.engine not in ("builtin", "vllm"):
         raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
-    if recipe.rollout.engine == "vllm":
-        check_vllm(recipe)
+    check_vllm(recipe)
     check_replicas(roles, tp)
     _check_trainer(recipe.trainer, roles.actor, exact=exact)
     _check_comm(recipe.comm)

@@ -26,7 +26,9 @@ def check_package() -> None:
 
 
 def check_vllm(recipe: "Recipe") -> None:
-    """Raise `SettingError` for a setting that vLLM cannot follow, and without its package."""
+    """With `rollout.engine=vllm`, raise `SettingError` for a setting that vLLM cannot follow, and without its package."""
+    if recipe.rollout.engine != "vllm":
+        return
     refused = {
         "generator.exact=true": recipe.generator.exact,
         f"generator.attention={recipe.generator.attention}": recipe.generator.attention != "auto",
