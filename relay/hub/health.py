@@ -32,7 +32,7 @@ _TICK_S = 2.0
 class Health(Handler):
     """Checks the losses after each message, and the time whenever the hub's loop calls `watch`.
 
-    seconds: a clock. patience_s: see `PATIENCE_S`.
+    seconds: a clock. patience_s: see `PATIENCE_S`. takers: what has to ask for groups, for the alarms.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Health(Handler):
         fleet_stats: FleetStats,
         seconds: Callable[[], float],
         patience_s: float = PATIENCE_S,
+        takers: str = "rollout",
     ) -> None:
         super().__init__(context)
         self.routes = {}
@@ -51,6 +52,7 @@ class Health(Handler):
         self.fleet_stats = fleet_stats
         self.seconds = seconds
         self.patience_s = patience_s
+        self.takers = takers
         batches = queue.max_lost_batches
         self._most_in_vain = None if batches is None else max(batches * batch_groups, _MIN_GROUPS)
         """Number of useless groups in a row that ends the run; None sets no limit."""
@@ -181,4 +183,4 @@ class Health(Handler):
             return f"the trainer waits for more groups (complete: {num_ready})"
         if self._has_complete_group():
             return "the trainer waits for groups, which wait for the tasks of the queue"
-        return "the trainer waits for groups, and no rollout has any"
+        return f"the trainer waits for groups, and no {self.takers} has any"

@@ -70,6 +70,7 @@ class Hub:
         evaluation: EvaluationPrompts | None = None,
         curriculum: Curriculum | None = None,
         patience_s: float = PATIENCE_S,
+        takers: str = "rollout",
     ) -> None:
         self.context = HubContext(mailbox, state, journal, wall_clock)
         self.mailbox = mailbox
@@ -88,7 +89,9 @@ class Hub:
         self.repacking = Repacking(self.context, repack, self.fleet_stats, clock)
         self.midway = Midway(self.context, admission, repacks=repack.is_enabled)
         dispatcher = Dispatcher(self.context, admission, self.fleet_stats, tasks or {}, self.evaluations)
-        self.health = Health(self.context, queue, admission.per_step, dispatcher, self.fleet_stats, clock, patience_s)
+        self.health = Health(
+            self.context, queue, admission.per_step, dispatcher, self.fleet_stats, clock, patience_s, takers
+        )
         # Rows are handed out before groups are leased, since that makes room in the queue.
         self.handlers: tuple[Handler, ...] = (
             self.prompts, self.results, self.saved_queue, self.evaluations, dispatcher, self.partials, self.leases,

@@ -86,6 +86,7 @@ def open_hub(fleet: Fleet, recipe: Recipe, clock: Clock) -> Hub:
     return Hub(
         mailbox, state, journal, pool, admission, queue, recipe.repack, clock.now, tasks, clock.wall,
         evaluation=evaluation, curriculum=curriculum, patience_s=max(PATIENCE_S, 4 * max(calls_s)),
+        takers="agent" if recipe.environment.is_served else "rollout",
     )  # fmt: skip
 
 

@@ -211,6 +211,19 @@ def test_a_run_in_which_nothing_moves_ends_after_a_long_time_and_names_who_waits
     assert "2 trajectories are with rollout-0" in run.failure
 
 
+@pytest.mark.parametrize("takers", ["rollout", "agent"])
+def test_where_nobody_takes_groups_the_alarm_names_who_should(
+    make: MakeRun, takers: str, capsys: pytest.CaptureFixture[str]
+):
+    run = make()
+    run.hub.health.takers = takers
+    run.ask()
+    run.wait(60)
+    assert f"no step for 60 s: no trajectory failed; the trainer waits for groups, and no {takers} has any" in (
+        capsys.readouterr().out
+    )
+
+
 def test_groups_that_the_sampler_holds_back_are_named_as_what_the_trainer_waits_for(
     make: MakeRun, monkeypatch: pytest.MonkeyPatch
 ):
