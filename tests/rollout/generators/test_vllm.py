@@ -1,5 +1,6 @@
 """vLLM as an engine against the built-in one, which draws by the same numbers: equal tokens, equal log-probs."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,13 @@ def test_heads_without_a_kernel_are_refused_at_the_start(tmp_path: Path):
     path = tiny_policy(tmp_path, head_dim=16)
     with pytest.raises(SettingError, match=r"rollout\.engine=vllm: on a CPU vLLM has no attention for heads of 16"):
         VllmEngine(load_policy(path), str(path), Text(), max_running=2)
+
+
+def test_a_model_that_vllm_does_not_know_is_one_line(tmp_path: Path):
+    path = tiny_policy(tmp_path, **LAYOUT)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchForCausalLM"]}))
+    with pytest.raises(SettingError) as error:
+        VllmEngine(load_policy(path), str(path), Text(), max_running=2, kv_gb=0.01)
+    assert str(error.value).startswith("rollout.engine=vllm: ") and "NoSuchForCausalLM" in str(error.value)
+    assert "\n" not in str(error.value)
