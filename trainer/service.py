@@ -54,7 +54,7 @@ class TrainerService:
         policy = load_policy(recipe.model.path, recipe.model.compute_type, weights=False)
         shapes = policy.weights()
         self._names = list(shapes)
-        layout = Layout.of(shapes, policy.dtype, recipe.rollout.tp, splits_for(shapes, policy.config))
+        layout = Layout.of(shapes, policy.dtype, recipe.weight_slices, splits_for(shapes, policy.config))
         self._publisher = WeightPublisher(fleet, layout, recipe.comm)
 
     def start(self, weights: Mapping[str, Tensor]) -> "TrainerService":

@@ -57,6 +57,11 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.roles.rollout // self.rollout.tp
 
     @property
+    def weight_slices(self) -> int:
+        """Ranks of a replica that take slices of the weights; those of vLLM take all, and it slices them itself."""
+        return 1 if self.rollout.engine == "vllm" else self.rollout.tp
+
+    @property
     def checkpoint_steps(self) -> int | None:
         """Steps between two checkpoints, 0 and None as in `checkpoint.every`.
 

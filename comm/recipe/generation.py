@@ -61,8 +61,8 @@ class GeneratorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class RolloutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`rollout.*`: the cycle of one rollout."""
 
-    engine: Annotated[str, words("builtin", "emulated")] = "builtin"
-    """The generator: the project's own, an emulated device (`headrace plan --help`), or your own adapter (docs/use/service.md)."""
+    engine: Annotated[str, words("builtin", "vllm", "emulated")] = "builtin"
+    """The generator: the project's own, vLLM, an emulated device (`headrace plan --help`), or your own adapter (docs/use/engines.md)."""
     max_age: Literal["never"] | Count | None = None
     """When a rollout takes new weights in the middle of its trajectories: null: where the trainer starves for it; a number: also if its weights are further behind the newest; `never`."""
     stream_tokens: OptionalCount = 256

@@ -42,6 +42,7 @@ class TransformersGenerator:
     can_stream = False
     profile = None
     num_running = 0
+    num_sampled = None
     num_recomputed = 0
     num_prefilled = num_found = 0
     kv_load = 0
@@ -59,6 +60,7 @@ class TransformersGenerator:
         self.kv_capacity = self.max_running * self.context
         vector_bytes = self.policy.head_dim * self.policy.dtype.itemsize
         self.kv_token_bytes = 2 * self.policy.num_layers * self.policy.num_kv_heads * vector_bytes
+        self.recomputed: dict[str, int] = {}
         self._queue: list[_Request] = []
         self._seed = recipe.run.seed + 1000 * fleet.me.index
 

@@ -57,9 +57,13 @@ _MAINS = {
     "rollout": "headrace.rollout.loop",
     "reference": "headrace.trainer.reference_loop",
     "task": "headrace.relay.queue.task_loop",
-    "shard": "headrace.rollout.generators.builtin",
     "front": "headrace.rollout.serving.run_front",
 }
+_SHARDS = {
+    "builtin": "headrace.rollout.generators.builtin",
+    "vllm": "headrace.rollout.generators.vllm_engine.generator",
+}
+"""The further ranks of a replica, by its engine."""
 _REFUSE_S = 30.0
 _SUMMARY_S = 30.0
 _SUMMARY_POLL_S = 0.1
@@ -155,7 +159,7 @@ def main_of(role: str, recipe: Recipe) -> Callable[["Fleet", Recipe], None]:
                 f"rollout.serve: rollout.engine={recipe.rollout.engine} has a loop of its own, which takes no requests"
             )
         return function
-    return importlib.import_module(_MAINS[role]).run
+    return importlib.import_module(_SHARDS[recipe.rollout.engine] if role == "shard" else _MAINS[role]).run
 
 
 def _fail(mailbox: "Mailbox", recipe: Recipe, role: str, error: Exception) -> int:
@@ -189,7 +193,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m headrace.launch.processes.role_process", description="One role's process."
     )
-    parser.add_argument("--role", required=True, choices=_MAINS, help="the role")
+    parser.add_argument("--role", required=True, choices=[*_MAINS, "shard"], help="the role")
     parser.add_argument("--index", type=int, required=True, help="its number among the processes of the role")
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with config.yaml")
     arguments = parser.parse_args(argv)

@@ -146,7 +146,7 @@ def _checked_rows(recipe: Recipe) -> list[dict[str, Any]]:
     if process_function("rollout.engine", engine) is not None:
         raise SettingError(
             f"rollout.engine: {engine} is a function with a loop of its own; numerics needs an adapter's class"
-            " (docs/use/service.md)"
+            " (docs/use/engines.md)"
         )
     if recipe.data.path:
         prompts = check_data(recipe.data, MOST_PROMPTS).prompts[:MOST_PROMPTS]

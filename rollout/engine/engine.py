@@ -337,12 +337,8 @@ class Engine:
         if not self._is_checked:  # while nothing is queued, since the probes run until the engine is idle
             self._is_checked = True
             exact_check.verify(self.policy, self._run_probes())
-        strings, stop_ids = self.text.split_stops(params.stops)
-        if not params.ignore_eos:
-            stop_ids |= self.policy.stop_ids
-        limit = min(params.max_new_tokens, self.policy.context - len(prompt_ids))
         key = stream_key(self.seed if params.seed is None else params.seed, stream)
-        return Sequence(trajectory_id, key, prompt_ids, params, limit, stop_ids, strings)
+        return self.text.sequence(self.policy, prompt_ids, params, trajectory_id, key)
 
     def _decode(self) -> list[Completion]:
         """Launch a step. On a GPU, read the step before it meanwhile, so that the device never waits for the host."""

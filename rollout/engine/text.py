@@ -8,10 +8,11 @@ import numpy as np
 
 from ...comm.errors import SettingError
 from ...trainer.policy.model import load_tokenizer
+from .sequence import Sequence
 
 if TYPE_CHECKING:
     from ...trainer.policy.model import Policy
-    from .sequence import Sequence
+    from .sampling import SamplingParams
 
 EXTRA_TOKENS = 8
 """Tokens decoded beyond the bytes of a stop string; a token has at least one byte."""
@@ -58,7 +59,17 @@ class Text:
         """The ids of special tokens by their text."""
         return {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def has_ended(self, sequence: "Sequence") -> bool:
+    def sequence(
+        self, policy: "Policy", prompt_ids: list[int], params: "SamplingParams", trajectory_id: int, key: int
+    ) -> Sequence:
+        """A trajectory at its prompt, with the stops and the limit that its parameters and the policy give it."""
+        strings, stop_ids = self.split_stops(params.stops)
+        if not params.ignore_eos:
+            stop_ids |= policy.stop_ids
+        limit = min(params.max_new_tokens, policy.context - len(prompt_ids))
+        return Sequence(trajectory_id, key, prompt_ids, params, limit, stop_ids, strings)
+
+    def has_ended(self, sequence: Sequence) -> bool:
         """Whether the newest tokens of a response complete one of its stop strings."""
         if not sequence.stop_strings:
             return False
@@ -72,7 +83,7 @@ class Text:
                 break  # else the first character may be cut, which with tokens of one byte spoils those after it
         return False
 
-    def decode(self, sequence: "Sequence") -> str:
+    def decode(self, sequence: Sequence) -> str:
         """The present turn as text, up to the first stop string."""
         if self.tokenizer is None:
             return ""

@@ -1,11 +1,11 @@
 """The interface of a generator, and the choice of the implementation by `rollout.engine`.
 
-The rollout's loop works with any generator: the project's own engine, a library's, or an emulated device. The module of a
+The rollout's loop works with any generator: the project's own engine, vLLM, an emulated device, or a user's. The module of a
 generator is imported when it is chosen, so that an emulated rollout loads no library of models.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ...comm.plugins import adapter_class
 
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from ...comm.recipe import Recipe
     from ..engine.sampling import SamplingParams
     from ..engine.sequence import Completion, SequenceProgress, SequenceState
+    from ..environments.base import Episode, Messages
 
 _ADAPTERS = {
     "builtin": ".builtin:BuiltinGenerator",
+    "vllm": ".vllm_engine.generator:VllmGenerator",
     "emulated": "headrace.launch.lab.emulated.generator:EmulatedGenerator",
 }
 """Classes, called with (fleet, recipe)."""
@@ -89,8 +91,18 @@ class Generator(PromptGenerator, Protocol):
         ...
 
     @property
+    def num_sampled(self) -> int | None:
+        """Tokens drawn so far; None to take what is known of the trajectories."""
+        ...
+
+    @property
     def num_recomputed(self) -> int:
         """Tokens so far whose keys and values are computed again, after new weights midway or because of a full cache."""
+        ...
+
+    @property
+    def recomputed(self) -> Mapping[str, int]:
+        """These tokens by what dropped them; empty if that is unknown."""
         ...
 
     @property
@@ -138,11 +150,28 @@ class Generator(PromptGenerator, Protocol):
         ...
 
     def import_sequences(self, states: "Sequence[SequenceState]") -> None:
-        """Continue trajectories that another generator exported."""
+        """Continue trajectories that another generator exported, or that a dead one had begun.
+
+        The random numbers of a response depend on its `key` and on the position alone, so that it has the tokens of an unbroken one. An
+        engine that cannot keep to this draws others, but never those of the tokens before again. It may ignore a cache.
+        """
         ...
 
     def close(self) -> None:
         """Release connections and memory."""
+        ...
+
+
+@runtime_checkable
+class PausingGenerator(Protocol):
+    """The methods that environments and tools need of a generator in addition; `SamplingParams.pause_at_stop` makes it pause."""
+
+    def resume(self, trajectory_id: int, token_ids: Sequence[int]) -> bool:
+        """Continue a paused trajectory after these tokens; False if they leave no room for another."""
+        ...
+
+    def observation_ids(self, episode: "Episode", observation: "str | Messages") -> list[int]:
+        """Token ids that follow the newest turn: the observation, and the head of the next turn."""
         ...
 
 

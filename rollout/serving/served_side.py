@@ -115,7 +115,7 @@ class ServedSide:
         if not (self._generator.can_migrate and self._generator.can_stream):
             raise SettingError(
                 "rollout.serve: this rollout.engine cannot begin single sequences and show their tokens"
-                " (can_migrate and can_stream, docs/use/service.md)"
+                " (can_migrate and can_stream, docs/use/engines.md)"
             )
 
     def handle(self, sender: str, message: ServeSequences) -> None:

@@ -1,6 +1,6 @@
 """The engines of one replica in lock-step: each call that changes the engine of rank 0 is repeated by the other ranks, in order.
 
-Engines that get the same calls make the same steps: sampling is counter-based, and rank 0 broadcasts its tokens.
+Engines that get the same calls make the same steps: sampling is counter-based, and all ranks use the same tokens.
 """
 
 import logging
@@ -26,18 +26,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_AnyEngine = Engine if TYPE_CHECKING else object
 
-class LeadEngine(Engine):
-    """The engine of rank 0. The other ranks, if there are any, repeat its calls.
 
-    With several ranks `generate`, `stream`, `bind`, `weights_changed` and `recompute` raise `SettingError`: no other rank would
-    repeat them.
-    """
+class Lead(_AnyEngine):
+    """What rank 0 adds to an engine: the other ranks, if there are any, repeat its calls. To be mixed into an engine's class."""
 
     def __init__(
         self, replica: "TensorParallelGroup", weights: "RolloutWeights", policy: "Policy", **settings: Any
     ) -> None:
-        """weights: those that fill the policy. settings: the other arguments of `Engine`."""
+        """weights: those that fill the policy. settings: the other arguments of the engine."""
         super().__init__(policy, **settings)
         self.replica = replica
         self.weights = weights
@@ -85,27 +83,6 @@ class LeadEngine(Engine):
         self.replica.enqueue(Cancel(trajectory_id))
         return super().cancel(trajectory_id)
 
-    def stream(
-        self,
-        prompts: "Many[list[int]] | Many[str]",
-        params: "SamplingParams | Many[SamplingParams] | None" = None,
-        order: list[int] | None = None,
-    ) -> "Generator[Completion, None, None]":
-        self._check_alone("generate and stream")
-        return super().stream(prompts, params, order)
-
-    def bind(self, views: "Mapping[str, Tensor]") -> None:
-        self._check_alone("bind")
-        super().bind(views)
-
-    def weights_changed(self) -> None:
-        self._check_alone("weights_changed")
-        super().weights_changed()
-
-    def recompute(self) -> None:
-        self._check_alone("recompute")
-        super().recompute()
-
     def take_weights(self, deadline_s: float, version: int | None = None) -> "WeightsPulled":
         """Switch all ranks to the newest version that all of them can get, or to `version`.
 
@@ -131,14 +108,43 @@ class LeadEngine(Engine):
         self.replica.all_agree(True)
         self.replica.close()
 
+
+class LeadEngine(Lead, Engine):
+    """The built-in engine of rank 0.
+
+    With several ranks `generate`, `stream`, `bind`, `weights_changed` and `recompute` raise `SettingError`: no other rank would
+    repeat them.
+    """
+
+    def stream(
+        self,
+        prompts: "Many[list[int]] | Many[str]",
+        params: "SamplingParams | Many[SamplingParams] | None" = None,
+        order: list[int] | None = None,
+    ) -> "Generator[Completion, None, None]":
+        self._check_alone("generate and stream")
+        return super().stream(prompts, params, order)
+
+    def bind(self, views: "Mapping[str, Tensor]") -> None:
+        self._check_alone("bind")
+        super().bind(views)
+
+    def weights_changed(self) -> None:
+        self._check_alone("weights_changed")
+        super().weights_changed()
+
+    def recompute(self) -> None:
+        self._check_alone("recompute")
+        super().recompute()
+
     def _check_alone(self, method: str) -> None:
         """Raise `SettingError` with several ranks: the others do not repeat this method."""
         if self.replica.size > 1:
             raise SettingError(f"rollout.tp={self.replica.size}: {method} would act on the first rank alone")
 
 
-def run_follower(replica: "TensorParallelGroup", engine: Engine, weights: "RolloutWeights") -> None:
-    """Repeat the calls of rank 0 on another rank until `End`. Waits for rank 0 alone."""
+def run_follower(replica: "TensorParallelGroup", engine: Any, weights: "RolloutWeights") -> None:
+    """Repeat the calls of rank 0 on another rank, whose engine is of the same kind, until `End`. Waits for rank 0 alone."""
     while True:
         for call in replica.receive():
             if isinstance(call, End):
@@ -148,7 +154,7 @@ def run_follower(replica: "TensorParallelGroup", engine: Engine, weights: "Rollo
             _run_call(call, replica, engine, weights)
 
 
-def _run_call(call: Call, replica: "TensorParallelGroup", engine: Engine, weights: "RolloutWeights") -> None:
+def _run_call(call: Call, replica: "TensorParallelGroup", engine: Any, weights: "RolloutWeights") -> None:
     match call:
         case Add(prompt_ids, params, trajectory_ids):
             engine.add_group(prompt_ids, params, trajectory_ids)
@@ -170,7 +176,7 @@ def _run_call(call: Call, replica: "TensorParallelGroup", engine: Engine, weight
             raise AssertionError(f"no rule for {call}")
 
 
-def _switch_weights(version: int, engine: Engine, weights: "RolloutWeights") -> bool:
+def _switch_weights(version: int, engine: Any, weights: "RolloutWeights") -> bool:
     try:
         weights.pull_version(version)
     except VersionNotAvailable:

@@ -63,7 +63,7 @@ from headrace.launch.config.run_folder import make_run_folder
         ("algorithm.entropy_coef=inf", "algorithm.entropy_coef=inf is not allowed; it takes finite float"),
         ("algorithm.clip_low=nan", "algorithm.clip_low=.nan is not allowed; it takes float >= 0"),
         ("reward.timeout_s=0", "reward.timeout_s=0.0 is not allowed; it takes float > 0 and <= 1e+06"),
-        ("rollout.engine=vllm", "it takes one of builtin, emulated, FILE.py:CLASS"),
+        ("rollout.engine=sglang", "it takes one of builtin, vllm, emulated, FILE.py:CLASS"),
         ("comm.link=pigeon", "comm.link=pigeon is not allowed; it takes one of auto, nccl, shm, tcp"),
         ("data.chat_template_kwargs=x", "data.chat_template_kwargs=x is not allowed; it takes {name: value} or null"),
         ("sampling.stop=[x", "sampling.stop=[x is not allowed; it takes list of str"),

@@ -22,6 +22,7 @@ from headrace.launch.recipes import sort_digits
 from headrace.launch.recipes.parts import CALCULATOR, RECIPE, TASKS, missing_parts
 from headrace.launch.recipes.tiny_policy import build_policy
 from headrace.launch.run import quickstart as main
+from headrace.rollout.generators.vllm_engine import package
 
 PATIENCE_S = 240.0
 
@@ -158,6 +159,14 @@ def test_a_tracker_without_its_package_is_refused_before_a_policy_is_made(tmp_pa
     assert (
         "error: run.report_to=wandb: the package wandb is not installed; pip install wandb" in capsys.readouterr().err
     )
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_engine_without_its_package_is_refused_before_a_policy_is_made(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(package, "_installed", lambda _: "")
+    assert main(["rollout.engine=vllm"]) == 2
+    assert "error: rollout.engine=vllm: vLLM is not installed here; install vllm 0.32" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 

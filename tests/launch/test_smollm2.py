@@ -75,6 +75,20 @@ def test_the_real_model_trains_three_steps_is_evaluated_and_replays(tmp_path: Pa
 
 @pytest.mark.extra
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_model_trains_on_what_vllm_generates(tmp_path: Path, model: Path):
+    pytest.importorskip("vllm")
+    text = quickstart(tmp_path, model, "run.steps=3", *FEW, "rollout.engine=vllm")
+    assert "generator: vLLM" in text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["accounting"]["holds"] and summary["evaluated"]["holds"]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    fresh = [step["mismatch/kl"] for step in steps if step["staleness/max"] == 0]
+    assert fresh and max(fresh) < 2e-3
+
+
+@pytest.mark.extra
+@pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_the_real_model_learns_to_add(tmp_path: Path, model: Path):
     quickstart(tmp_path, model)

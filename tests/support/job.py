@@ -68,6 +68,10 @@ class Job:
         words = [f"{key}={value}" for key, value in self.settings.items()]
         return self._begin(["-m", "headrace.launch.run", str(recipe), *words])
 
+    def quickstart(self, *words: str) -> "Job":
+        """Start `headrace quickstart` in the present folder, with its own recipe."""
+        return self._begin(["-m", "headrace", "quickstart", *words, f"run.dir={self.dir}"])
+
     def replay(self, *words: str) -> tuple[int, str]:
         """Exit code of `headrace replay`, and everything printed."""
         return self._begin(["-m", "headrace.launch.report.replay", str(self.dir), *words]).end()

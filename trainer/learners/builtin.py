@@ -49,7 +49,7 @@ class ActorLearner(Actor):
         self._staged_version = -1
         weights = self._published()
         layout = Layout.of(
-            weights, recipe.model.compute_type, recipe.rollout.tp, splits_for(weights, self.policy.config)
+            weights, recipe.model.compute_type, recipe.weight_slices, splits_for(weights, self.policy.config)
         )
         if recipe.lora.rank:
             layout = Layout.of(weights, torch.float32)

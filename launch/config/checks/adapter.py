@@ -14,9 +14,9 @@ def check_lora(recipe: Recipe, folder: Path) -> list[str]:
         return (
             [] if lora == LoraSettings() else ["lora.alpha, lora.targets and lora.path have no effect with lora.rank=0"]
         )
-    if recipe.trainer.engine != "builtin" or recipe.rollout.engine != "builtin":
+    if recipe.trainer.engine != "builtin" or recipe.rollout.engine not in ("builtin", "vllm"):
         raise SettingError(
-            "lora.rank: only with trainer.engine=builtin and rollout.engine=builtin, not with"
+            "lora.rank: only with trainer.engine=builtin and rollout.engine=builtin or vllm, not with"
             f" {recipe.trainer.engine} and {recipe.rollout.engine}"
         )
     from ....trainer.policy.adapter_files import AdapterBase, start_adapter, start_folder

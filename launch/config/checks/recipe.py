@@ -31,6 +31,7 @@ from ....relay.queue.schedules import SCHEDULES
 from ....relay.queue.tasks import pipeline
 from ....rollout.environments.openenv import OpenEnvServer
 from ....rollout.environments.schemas import tool_schemas
+from ....rollout.generators.vllm_engine.package import check_vllm
 from ....rollout.rewards.addresses import open_address
 from ....rollout.rewards.ready import NEEDS, READY
 from ....trainer.memory import PAGE_TOKENS, PolicySizes
@@ -83,7 +84,8 @@ def check_recipe(recipe: Recipe, *, unmade: Collection[str] = ()) -> CheckedReci
         return CheckedRecipe(warnings, data.num_rows)
     policy = ModelFiles.read(recipe.model.path)
     check_family(recipe.generator, recipe.algorithm, policy.folder)
-    check_tp(recipe.rollout.tp, policy)
+    if recipe.rollout.engine != "vllm":  # it splits other families too
+        check_tp(recipe.rollout.tp, policy)
     _check_cache(recipe, policy)
     warnings += check_rate(recipe.optimizer, recipe.lora, policy.folder)
     warnings += check_lora(recipe, policy.folder)
@@ -118,8 +120,9 @@ def check_settings(recipe: Recipe) -> list[str]:
     queue = recipe.queue
     if tp > 1 and exact:
         raise SettingError("rollout.tp cannot be combined with generator.exact, which runs on one rank only")
-    if tp > 1 and recipe.rollout.engine != "builtin":
+    if tp > 1 and recipe.rollout.engine not in ("builtin", "vllm"):
         raise SettingError(f"rollout.tp: rollout.engine={recipe.rollout.engine} has one rank for each replica")
+    check_vllm(recipe)
     check_replicas(roles, tp)
     _check_trainer(recipe.trainer, roles.actor, exact=exact)
     _check_comm(recipe.comm)

@@ -1,7 +1,7 @@
 """A generator on an emulated device: `rollout.engine=emulated`. Time passes and tokens are counted; nothing is computed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,6 +82,7 @@ class EmulatedGenerator:
     can_stream = False
     """Its tokens are zeros and not worth keeping. A simulation turns this on, to test the partial pool."""
     num_prefilled = num_found = 0
+    recomputed: Mapping[str, int] = {}
 
     def __init__(self, fleet: Fleet, recipe: Recipe, clock: Clock | None = None, reader: Reader | None = None) -> None:
         self.settings = e = lab_of(recipe.lab)
