@@ -4,7 +4,6 @@ import os
 
 import torch
 import torch.distributed as dist
-
 from vllm.v1.executor.uniproc_executor import (  # pyright: ignore[reportMissingImports] - an extra
     ExecutorWithExternalLauncher,
 )

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-
 from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports] - an extra
     LogitsProcessor,
     MoveDirectionality,
