@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor.interface import (  # pyright: ignore[repor
     MoveDirectionality,
 )
 
-from ...engine.sampling import SamplingBatch, SamplingParams, sample, sampling_columns
+from ...engine.sampling import ROW, SamplingBatch, SamplingParams, sample
 from ...engine.to_device import to_device, to_device_together
 
 NOT_FINITE = 1.0
@@ -88,10 +88,11 @@ class RuleSampler(LogitsProcessor):
         return logits.fill_(float("-inf")).scatter_(1, drawn.tokens[:, None], logprobs[:, None])
 
     def _sampling(self, rows: Sequence[_Row], vocab_size: int) -> SamplingBatch:
-        params = [row.draw.params for row in rows]
-        columns = sampling_columns(params, [row.draw.key for row in rows])
-        batch = SamplingBatch(params, to_device_together(columns, self._device))
-        batch.record_tokens(([*row.prompt_ids, *row.output_ids] for row in rows), vocab_size)
+        params = np.array([row.draw.params.row for row in rows], dtype=ROW)
+        keys = np.array([row.draw.key for row in rows], dtype=np.int64)
+        columns = to_device_together({"keys": keys, **SamplingBatch.columns(params)}, self._device)
+        batch = SamplingBatch.of(params, columns["keys"], columns)
+        batch.record_tokens(None, [[*row.prompt_ids, *row.output_ids] for row in rows], vocab_size)
         return batch
 
     @staticmethod
