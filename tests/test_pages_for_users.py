@@ -84,7 +84,7 @@ def test_the_page_of_all_settings_is_the_one_that_the_program_prints():
     assert (USE / "configuration.md").read_text() == help_page()
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5", "mamba", "qwen2_vl", "llava"])
+@pytest.mark.parametrize("model_type", ["rwkv", "mamba", "qwen2_vl", "llava"])
 def test_a_model_of_a_kind_that_is_left_out_is_refused_by_its_type(model_type: str):
     with pytest.raises(SettingError, match=f"model.path: model type '{model_type}' is not supported"):
         check_supported(SimpleNamespace(model_type=model_type))

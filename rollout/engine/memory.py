@@ -104,10 +104,10 @@ def plan_cache(
     if num_pages < least:
         given = memory.bound if kv_gb is None else f"{kv_gb} GB"
         states = num_states * state_bytes(policy)
-        beside = f" beside the {num_states} recurrent states of generator.max_running={max_running}" if states else ""
+        beside = f", with the {num_states} recurrent states of generator.max_running={max_running}" if states else ""
         raise SettingError(
-            f"generator.kv_gb: {given} does not hold one sequence of {policy.context} tokens{beside}; "
-            f"at least {(least * page_bytes + states) / 1e9:.3g} GB are needed"
+            f"generator.kv_gb: {given} does not hold one sequence of {policy.context} tokens; "
+            f"at least {(least * page_bytes + states) / 1e9:.3g} GB are needed{beside}"
         )
     num_pages = policy.tensor_parallel.all_reduce_min(num_pages, policy.device)
     is_bounded = kv_gb is None and policy.device.type == "cpu"

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from .prefix_cache import PrefixCache, digest
+from .recurrent.state_keeper import StateKeeper
 from .recurrent.state_pool import StatePool
 from .sequence import Sequence, SequenceGroup
 
@@ -51,6 +52,7 @@ class Scheduler:
         self.pool = pool
         self.states = states or StatePool()
         self.prefixes = PrefixCache(pool, self.states, rope)
+        self._keeper = StateKeeper(pool, self.states, self.prefixes, max_running)
         self._rope = rope
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
@@ -59,8 +61,6 @@ class Scheduler:
         self.paused: list[Sequence] = []
         self._untouched: dict[bytes, SequenceGroup] = {}
         """Waiting groups that no step has reached yet, by the digest of their tokens."""
-        self._saved: list[tuple[bytes, int]] = []
-        """The digests and places of states that the prefill of this step copies."""
         self._refused: tuple[SequenceGroup, int] | None = None
         """The group that found too few pages in the last admission, and how many were to spare."""
         self.num_preempted = 0
@@ -118,7 +118,7 @@ class Scheduler:
             while self._needs_page(sequence):
                 if self.pool.num_free > 0:
                     sequence.pages.append(self.pool.take())
-                    self._mark(sequence)
+                    self._keeper.mark(sequence, len(self.running))
                 elif not self._drop_something():
                     preempted.append(self._preempt())
                     if preempted[-1] is sequence:
@@ -148,22 +148,20 @@ class Scheduler:
                 if self.running or chunks or not self._drop_something(keep=group):
                     self._refused = None if chunks else (group, self._num_spare())
                     return chunks
-            chunks.append(Chunk(group, group.num_cached, stop, []))
+            saves = self._keeper.plan_saves(group, stop, len(self.running))
+            chunks.append(Chunk(group, group.num_cached, stop, saves))
             budget -= stop - group.num_cached
             self.num_prefilled += stop - group.num_cached
             if (again := min(stop, group.num_dropped) - group.num_cached) > 0:
                 self.num_recomputed += again
                 self.recomputed[group.dropped_by] += again
             group.num_cached = stop
-            self._plan_saves(chunks[-1])
             self.prefixes.register(group, group.tokens, stop)
         return chunks
 
     def fork_ready(self) -> list[Sequence]:
         """Move sequences of cached groups into free rows, oldest first, as far as the pages suffice. The chunks are prefilled by now."""
-        for saved, place in self._saved:
-            self.states.keep(place, saved)
-        self._saved = []
+        self._keeper.keep_saved()
         forks: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
             group = self.waiting[0]
@@ -245,7 +243,7 @@ class Scheduler:
         num_cached = min(sequence.num_cached, group.prefix_length)  # a step behind a stop has cached its token too
         group.state = sequence.states[num_cached % 2]
         sequence.states[num_cached % 2] = 0
-        self._drop_states(sequence)
+        self._keeper.drop(sequence)
         group.pages = sequence.pages
         group.num_cached = num_cached
         group.chain = sequence.chain
@@ -415,46 +413,14 @@ class Scheduler:
         group.num_cached = 0
         group.chain = None
 
-    def _plan_saves(self, chunk: Chunk) -> None:
-        """Let the state be copied behind the last full page of a prefix, and behind the pages that another one has in common with it."""
-        group, start, stop, saves = chunk
-        ends = {group.prefix_length // self.pool.page_size * self.pool.page_size, group.num_known}
-        for end in sorted(end for end in ends if start < end <= stop):
-            saved = self.prefixes.digest_at(group, group.tokens, end)
-            if saved is not None and self._has_spare_state():
-                saves.append((end, self.states.take(None)))
-                self._saved.append((saved, saves[-1][1]))
-
-    def _mark(self, sequence: Sequence) -> None:
-        """Copy the state of a running sequence whose tokens fill whole pages, while no other sequence needs the place."""
-        if not self._has_spare_state() or not self.pool.max_kept:
-            return
-        sequence.mark = sequence.mark or self.states.take(None)
-        sequence.num_marked = sequence.num_cached
-        self.states.copy(sequence.states[sequence.num_cached % 2], sequence.mark)
-
-    def _has_spare_state(self) -> bool:
-        """Whether there are more places than the free rows and one group need."""
-        return self.states.num_free > 2 * (self.max_running - len(self.running)) + 1
-
-    def _drop_states(self, sequence: Sequence) -> None:
-        """Give back the places of a sequence without pages."""
-        self.states.give_back([*sequence.states, sequence.mark])
-        sequence.states = [0, 0]
-        sequence.mark = 0
-
     def _release(self, sequence: Sequence) -> None:
         tokens = sequence.prompt_ids + sequence.token_ids
         # A step whose token is not read yet may have cached one more.
         num_valid = min(sequence.num_cached, len(tokens))
-        if sequence.mark and sequence.num_marked <= num_valid and sequence.finish_reason != "error":
-            saved = self.prefixes.digest_at(sequence, tokens, sequence.num_marked)
-            if saved is not None:
-                self.states.keep(sequence.mark, saved)
-                sequence.mark = 0
+        self._keeper.keep_marked(sequence, tokens[:num_valid])
         self.prefixes.register(sequence, tokens, num_valid)
         self.pool.give_back(sequence.pages)
-        self._drop_states(sequence)
+        self._keeper.drop(sequence)
         sequence.pages = []
         sequence.num_cached = 0
         sequence.chain = None

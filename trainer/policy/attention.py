@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from ...comm.errors import SettingError
 from .device import to_device
 from .fused_attention import fused_attention, fused_attention_backward
-from .length_classes import PaddedClasses
+from .length_classes import length_classes
 
 NAME = "headrace"
 """The attention implementation's name within transformers."""
@@ -86,6 +86,34 @@ AttentionInterface.register(NAME, _dispatch)  # pyright: ignore[reportArgumentTy
 def takes_varlen(device: str, dtype: torch.dtype, spec: AttentionSpec) -> bool:
     """Whether `varlen_attention` computes it for tensors of this kind on this type of device."""
     return spec.is_plain and device == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+class PaddedClasses:
+    """Packed sequences as one batch for each class, padded on the right by copies of their last tokens."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.classes: list[tuple[Tensor, tuple[int, int]]] = []
+        """For each class its tokens [members * longest], and (members, longest)."""
+        self.members: list[list[int]] = length_classes(lengths)
+        """The sequences of each class."""
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        inverse = torch.empty(sum(lengths), dtype=torch.long)
+        padded = 0
+        for members in self.members:
+            sizes = torch.tensor([lengths[index] for index in members])
+            longest = int(sizes[0])
+            offsets = torch.arange(longest)
+            tokens = starts[members][:, None] + torch.minimum(offsets[None, :], sizes[:, None] - 1)
+            is_real = offsets[None, :] < sizes[:, None]
+            inverse[tokens[is_real]] = padded + is_real.flatten().nonzero().flatten()
+            self.classes.append((to_device(tokens.flatten(), device), (len(members), longest)))
+            padded += tokens.numel()
+        self._inverse = to_device(inverse, device)
+
+    def unpad(self, outputs: list[Tensor]) -> Tensor:
+        """[T, ...] of the packed sequences, from [members * longest, ...] of each class."""
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out.index_select(0, self._inverse)
 
 
 class PackedAttention:

@@ -40,7 +40,7 @@ class Family(NamedTuple):
     is_llama_line: bool = False
     """`decoder` and `exact.decoder` compute it too, so it has exact mode, tensor parallelism and CUDA graphs."""
     multimodal: str = ""
-    """The model type of checkpoints whose language model (`text_config`) is of this family. The other parts are not loaded and not exported."""
+    """The model type of checkpoints whose language model (`text_config`) is of this family. The other parts are not loaded; an export has them as they were."""
     text_settings: str = ""
     """Where transformers has no class for that language model alone: the settings by which this family computes text as it does, as
     `name=true` and `name=false` separated by spaces. Its rotary embedding has an axis each for time, height and width, which are

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....trainer.policy.length_classes import PaddedClasses
+from ....trainer.policy.attention import PaddedClasses
 from ....trainer.policy.recurrent.delta_rule import read_in_chunks, read_one
 from ....trainer.policy.recurrent.network import DeltaNet, MixedAttention, Projected
 from ..to_device import to_device

@@ -149,7 +149,7 @@ def test_states_are_part_of_the_cache_s_memory(path):
     assert (plan.num_states, plan.num_pages) == (34, 8 * 4 + 2) and "34 recurrent states" in str(plan)
     scarce = plan_cache(policy, 64, 8, None, AvailableMemory(10**9, 17 * state + 20 * page, bound))
     assert (scarce.num_states, scarce.num_pages) == (17, 20)
-    with pytest.raises(SettingError, match=r"beside the 17 recurrent states of generator\.max_running=8"):
+    with pytest.raises(SettingError, match=r"GB are needed, with the 17 recurrent states of generator\.max_running=8"):
         plan_cache(policy, 64, 8, None, AvailableMemory(10**9, 17 * state + 3 * page, bound))
     sizes = [plan_cache(policy, 64, n, None, AvailableMemory(10**9, 10**9, bound)).num_states for n in (1, 4, 16)]
     assert all(a < b for a, b in pairwise(sizes))

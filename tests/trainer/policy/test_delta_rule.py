@@ -1,25 +1,31 @@
 """The gated delta rule against its definition, one token after the other in float64, and the convolution against PyTorch's."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.trainer.policy.recurrent.delta_rule import convolve, read_in_chunks, read_one
+from headrace.trainer.policy.recurrent import delta_rule
+from headrace.trainer.policy.recurrent.delta_rule import convolve
+
+read_in_chunks: Any = delta_rule.read_in_chunks
+read_one: Any = delta_rule.read_one
 
 KEY, VALUE, HEADS = 6, 5, 3
 
 
-def inputs(batch: int, length: int, seed: int, dtype=torch.float64, fastest=16.0) -> list[Tensor]:
+def inputs(batch: int, length: int, seed: int, dtype=torch.float64) -> Any:
     """Query, key, value, decay and beta; the heads forget between hardly and at once."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(batch, length, HEADS, d, generator=generator) for d in (KEY, KEY, VALUE))
-    decay = -torch.tensor([1e-3, 0.5, fastest]) * torch.rand(batch, length, HEADS, generator=generator)
+    decay = -torch.tensor([1e-3, 0.5, 16.0]) * torch.rand(batch, length, HEADS, generator=generator)
     beta = torch.rand(batch, length, HEADS, generator=generator)
     return [x.to(dtype).requires_grad_() for x in (query, key, value, decay, beta)]
 
 
-def by_definition(query, key, value, decay, beta, state) -> tuple[Tensor, Tensor]:
+def _definition(query, key, value, decay, beta, state) -> list[Tensor]:
     query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
     outputs = []
     for t in range(query.shape[1]):
@@ -27,12 +33,16 @@ def by_definition(query, key, value, decay, beta, state) -> tuple[Tensor, Tensor
         error = value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t])
         state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], error * beta[:, t, :, None])
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) / KEY**0.5)
-    return torch.stack(outputs, 1), state
+    return [torch.stack(outputs, 1), state]
 
 
-def with_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
+by_definition: Any = _definition
+
+
+def with_gradients(function: Any, tensors: list[Tensor]) -> list[Tensor]:
     outputs = function(*tensors)
-    sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in outputs).backward()
+    weights = [torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view_as(x) for x in outputs]
+    torch.autograd.backward([*outputs], weights)
     found = [*(x.detach() for x in outputs), *(x.grad.clone() for x in tensors if x.grad is not None)]
     for x in tensors:
         x.grad = None

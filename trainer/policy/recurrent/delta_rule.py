@@ -19,7 +19,7 @@ _EPS = 1e-6
 def read_in_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What each token of [B, L] reads [B, L, heads, value d], and the state [B, heads, key d, value d] behind the last one.
+    """Readings [B, L, heads, value d] of the tokens [B, L], and the state [B, heads, key d, value d] behind the last one.
 
     query, key [B, L, heads, key d], value [B, L, heads, value d], decay and beta [B, L, heads]. state: before the first token; None is zero.
     A token whose decay and beta are 0 leaves the state as it is.
@@ -66,7 +66,7 @@ def read_in_chunks(
 def read_one(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What one token of each sequence reads [B, heads, value d], and its state, which is changed in place.
+    """The reading of one token of each sequence [B, heads, value d], and its state, which is changed in place.
 
     query, key [B, heads, key d], value [B, heads, value d], decay and beta [B, heads], state [B, heads, key d, value d].
     """

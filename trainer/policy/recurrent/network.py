@@ -49,7 +49,7 @@ class Recurrence(Protocol):
     """The states of the sequences of tokens [T]."""
 
     def __call__(self, layer: int, net: "DeltaNet", projected: Projected, /) -> Tensor:
-        """What each token reads, in fp32: [T, heads, value d]."""
+        """The reading of each token in fp32: [T, heads, value d]."""
         ...
 
 

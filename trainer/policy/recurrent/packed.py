@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..attention import PaddedClasses
 from ..device import to_device
-from ..length_classes import PaddedClasses
 from .delta_rule import read_in_chunks
 from .network import DeltaNet, Projected
 
