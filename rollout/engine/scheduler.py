@@ -54,7 +54,6 @@ class Scheduler:
         self.prefixes = PrefixCache(pool, self.states, rope)
         self._keeper = StateKeeper(pool, self.states, self.prefixes, max_running)
         self._rope = rope
-        self._has_switch = rope is not None and rope.switch is not None
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[SequenceGroup] = deque()
@@ -96,26 +95,16 @@ class Scheduler:
 
     def may_requeue(self) -> bool:
         """Whether running sequences may lose their rows in the next step: to others, or because their cache does not serve."""
-        count = len(self.running)
-        is_short = self.pool.num_free < count and self.pool.num_free < sum(self._needs_page(s) for s in self.running)
-        return is_short or self._has_outdated()
+        needed = sum(self._needs_page(s) for s in self.running) if self.pool.num_free < len(self.running) else 0
+        return self.pool.num_free < needed or bool(self._outdated())
 
     def may_admit(self) -> bool:
         """Whether waiting sequences may enter rows in the next step."""
         return bool(self.waiting) and len(self.running) < self.max_running and not self._is_refused()
 
-    def is_outdated(self, sequence: Sequence) -> bool:
-        """Whether the cache of a running sequence does not serve its next token."""
-        return self._must_recompute(sequence.num_cached, sequence.num_cached)
-
-    def _has_outdated(self) -> bool:
-        return self._has_switch and any(self.is_outdated(s) for s in self.running)
-
     def requeue_outdated(self) -> None:
         """Queue the running sequences again whose cache does not serve their next token."""
-        if not self._has_switch:
-            return
-        for sequence in [s for s in reversed(self.running) if self.is_outdated(s)]:
+        for sequence in self._outdated():
             self.running.remove(sequence)
             self._requeue(sequence, "rope")
 
@@ -313,6 +302,12 @@ class Scheduler:
         sequences = [*self.running, *self.paused]
         places = [place for sequence in sequences for place in (*sequence.states, sequence.mark)]
         self.states.check([*places, *(group.state for group in self.waiting)])
+
+    def _outdated(self) -> "list[Sequence]":
+        """The running sequences whose cache does not serve their next token, the newest first."""
+        if self._rope is None or self._rope.switch is None:
+            return []
+        return [s for s in reversed(self.running) if self._must_recompute(s.num_cached, s.num_cached)]
 
     def _must_recompute(self, num_cached: int, position: int) -> bool:
         return self._rope is not None and self._rope.must_recompute(num_cached, position)
