@@ -306,4 +306,4 @@ def test_random_operations_leave_no_wrong_token(tmp_path, family, seed):
 def test_many_random_operations_leave_no_wrong_token(tmp_path, family):
     play = Play(tiny_policy(tmp_path, family, max_position_embeddings=CONTEXT), 99)
     play.run(3000)
-    assert play.num_tokens > 10_000
+    assert play.num_tokens > 8_000

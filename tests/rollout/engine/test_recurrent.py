@@ -153,3 +153,24 @@ def test_states_are_part_of_the_cache_s_memory(path):
         plan_cache(policy, 64, 8, None, AvailableMemory(10**9, 17 * state + 3 * page, bound))
     sizes = [plan_cache(policy, 64, n, None, AvailableMemory(10**9, 10**9, bound)).num_states for n in (1, 4, 16)]
     assert all(a < b for a, b in pairwise(sizes))
+
+
+def test_a_step_behind_a_stop_does_not_advance_a_state_twice(path):
+    found = []
+    for is_async in (False, True):
+        engine = Engine(path, max_running=3)
+        engine._is_async = is_async
+        params = SamplingParams(max_new_tokens=40, ignore_eos=True, stop=tuple(range(4, 44)), pause_at_stop=True)
+        engine.add_group([5, 6, 7, 8], params, range(3))
+        ended = {}
+        while not engine.idle:
+            ended |= {done.trajectory_id: done for done in engine.step()}
+            for sequence in list(engine.scheduler.paused):
+                assert sequence.num_cached - sequence.num_tokens in ((0, -1) if is_async else (-1,))
+                if not engine.resume(sequence.trajectory_id):
+                    engine.cancel(sequence.trajectory_id)
+        found.append({number: (done.token_ids, done.logprobs) for number, done in ended.items()})
+    sync, late = found
+    assert sync.keys() == late.keys() and any(len(tokens) > 5 for tokens, _ in sync.values())
+    for number, (tokens, logprobs) in sync.items():
+        assert late[number][0] == tokens and late[number][1] == pytest.approx(logprobs, abs=1e-5)
