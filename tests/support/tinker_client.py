@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -82,7 +82,13 @@ class Client:
         return self.result(self.get("save_weights_for_sampler", body))["sampling_session_id"]
 
 
-def serve(model: Path, folder: Path, dtype: str = "float32", every: int | None = None, **options: Any) -> Client:
+def serve(
+    model: Path,
+    folder: Path,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    every: int | None = None,
+    **options: Any,
+) -> Client:
     """A client of a server of a model in this process, until the end of the test. every: updates between two checkpoints."""
     recipe = Recipe(model=ModelSettings(path=str(model), dtype=dtype))
     checkpoint = replace(recipe.checkpoint, every=every)
