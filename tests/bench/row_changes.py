@@ -35,7 +35,12 @@ def measure(name: str, options: Options) -> list[Measurement]:
 
 
 def _engine(folder: str, patch: MonkeyPatch) -> Engine:
-    changes: dict[str, Any] = {"max_position_embeddings": _CONTEXT, "num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 8}
+    changes: dict[str, Any] = {
+        "max_position_embeddings": _CONTEXT,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
     policy = load_policy(tiny_policy(folder, **changes))
     engine = Engine(policy, max_running=_ROWS, kv_gb=_ROWS * _CONTEXT * 2 * 8 * 4 / 2e9, prefill_tokens=1 << 30)
     use_graphs(engine, patch)

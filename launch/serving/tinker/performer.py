@@ -77,10 +77,10 @@ class Performer:
 
         return Job(run, fail, drop)
 
-    def recovery(self, model_id: str, opened: Mapping[int, Future], work: Work, finish: Callable[[], None]) -> Job:
+    def recovery(self, model_id: str, opened: Mapping[int, Future], work: Work, finish: Callable[[str], None]) -> Job:
         """The job that continues a model of an earlier server. opened: the requests without a result.
 
-        finish: called at the end, whether the model can be continued or not.
+        finish: called at the end, with the problem if the model cannot be continued.
         """
 
         def run() -> None:
@@ -93,7 +93,7 @@ class Performer:
                 fail(f"{model_id} could not be continued; the server's log says why")
             else:
                 self._models.awake(model_id)
-                finish()
+                finish("")
 
         def fail(problem: str) -> None:
             say(problem)
@@ -103,7 +103,7 @@ class Performer:
             requests, results = self._kept.numbers(model_id)
             for job in work.resume(model_id, max(requests | results, default=0) + 1):
                 job.drop(problem)
-            finish()
+            finish(problem)
 
         return Job(run, fail)
 

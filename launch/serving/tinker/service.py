@@ -343,9 +343,10 @@ class TinkerService:
             finish = partial(_call_soon, loop, on_continued)
             self._work.add_model(model_id, self._performer.recovery(model_id, opened, self._work, finish))
 
-    def _on_continued(self, session: Session, model_id: str) -> None:
-        """A model of a session can be used again, or is lost."""
+    def _on_continued(self, session: Session, model_id: str, problem: str) -> None:
+        """A model of a session can be used again, or is lost by a problem."""
         session.asleep.discard(model_id)
+        session.problem = problem or session.problem
         if not session.asleep:
             for begin in self._parked.pop(session.session_id, []):
                 begin()
@@ -383,6 +384,6 @@ class TinkerService:
         future.fail("the client has cancelled it", is_user=True)
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], problem: str) -> None:
     """Have the thread of an event loop call something."""
-    loop.call_soon_threadsafe(call)
+    loop.call_soon_threadsafe(call, problem)

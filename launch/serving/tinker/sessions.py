@@ -41,6 +41,8 @@ class Session:
     """The paths of those that do not come from a model in training, None for the initial weights."""
     asleep: set[str] = field(default_factory=set)
     """Its models of an earlier server that are not continued yet."""
+    problem: str = ""
+    """Why one of these could not be continued."""
     is_awake: bool = True
     noted: float = 0.0
     """When its last sign of life was noted on the disk."""
@@ -135,6 +137,7 @@ class Sessions:
         session = self._all.get(sampling_session_id.partition(_SAMPLE)[0])
         if session is None or sampling_session_id not in session.samplers:
             problem = f"there is no sampling session {sampling_session_id!r} on this server"
+            problem += f": {session.problem}" if session is not None and session.problem else ""
             raise RequestRefused(problem, "sampling_session_id", status=404, code="unknown_sampling_session")
         self.alive(session.session_id)
         return session.samplers[sampling_session_id]
