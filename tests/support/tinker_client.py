@@ -82,9 +82,6 @@ class Client:
         return self.result(self.get("save_weights_for_sampler", body))["sampling_session_id"]
 
 
-<<<<<<< HEAD
-def serve(model: Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32", every: int | None = None, **options: Any) -> Client:
-=======
 def serve(
     model: Path,
     folder: Path,
@@ -92,7 +89,6 @@ def serve(
     every: int | None = None,
     **options: Any,
 ) -> Client:
->>>>>>> t-tinker
     """A client of a server of a model in this process, until the end of the test. every: updates between two checkpoints."""
     recipe = Recipe(model=ModelSettings(path=str(model), dtype=dtype))
     checkpoint = replace(recipe.checkpoint, every=every)
