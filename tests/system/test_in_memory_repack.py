@@ -124,7 +124,9 @@ def test_moves_do_not_change_a_bit_of_the_trained_rows(tmp_path: Path, has_turns
         assert account == summary["accounting"] and account["holds"] and account["trained"] == 16
         assert summary["versions_per_trajectory"] == {"1": 16} or (has_moves and max_age is not None)
     still, moved = outcomes
-    both = still.keys() & moved.keys()
+    both = {
+        name for name in still.keys() & moved.keys() if not name.endswith("/weight_digests")
+    }  # with LoRA an adapter's
     assert len(both) >= 0.8 * len(still)  # which of the queued groups come last may differ
     assert all(np.array_equal(still[name], moved[name]) for name in both)
 

@@ -33,9 +33,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     append = Sequence.append
 
-    def counted(self: Sequence, token: int, logprob: float) -> None:
-        append(self, token, logprob)
+    def counted(self: Sequence, token: int, logprob: float) -> bool:
         counts[threading.current_thread().name] += 1
+        return append(self, token, logprob)
 
     monkeypatch.setattr(Sequence, "append", counted)
     return counts

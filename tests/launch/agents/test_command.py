@@ -51,6 +51,8 @@ def worked(*rows: Any, num_workers: int = 1) -> tuple[list[Any], Crew]:
     ends: list[Any] = []
 
     def answer(number: int, body: Any) -> tuple[int, Any]:
+        if body is None:
+            return 404, {}  # the state of a conversation
         if body:
             ends.append(body)
             return 200, {}
