@@ -98,7 +98,8 @@ def _parts_of_smollm2(recipe: Recipe, makes: Collection[str]) -> list[str]:
     parts = smollm2_task.missing_parts(recipe)
     to_make = parts.keys() & makes
     if "model.path" in to_make:
-        smollm2_task.announce(with_device_defaults(recipe, Gpus.of_this_host()))
+        is_evaluated = recipe.eval.every > 0 and bool(recipe.eval.path or "eval.path" in parts)
+        smollm2_task.announce(with_device_defaults(recipe, Gpus.of_this_host()), is_evaluated=is_evaluated)
         smollm2.fetch()
     if "data.path" in to_make:
         addition.write_data(smollm2_task.data_folder(recipe.run.seed), recipe.run.seed)

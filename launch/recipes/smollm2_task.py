@@ -52,7 +52,7 @@ def data_folder(seed: int) -> Path:
     return Path("runs") / "smollm2-data" / f"seed-{seed}"
 
 
-def announce(recipe: Recipe) -> None:
+def announce(recipe: Recipe, *, is_evaluated: bool) -> None:
     """Measure this machine and print how long the run will take in the type of the recipe."""
     seconds_of = step_speed.measured()
     dtype = recipe.model.compute_type
@@ -62,9 +62,10 @@ def announce(recipe: Recipe) -> None:
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     share = recipe.batch.prompts_per_step * recipe.batch.samples_per_prompt / 128
     step_s = STEP_UNITS * share * speed / cores
-    seconds = START_S + EVALUATION_UNITS * speed / cores + recipe.run.steps * step_s
+    seconds = START_S + is_evaluated * EVALUATION_UNITS * speed / cores + recipe.run.steps * step_s
+    evaluations = ", and two evaluations" if is_evaluated else ""
     print_message(
-        f"{recipe.run.steps} steps of about {step_s:.0f} s on the {cores} cores of this machine, and two evaluations: about"
+        f"{recipe.run.steps} steps of about {step_s:.0f} s on the {cores} cores of this machine{evaluations}: about"
         f" {max(1, round(seconds / 60))} min. The line of each step says how long the rest will take"
     )
 

@@ -40,9 +40,12 @@ def test_the_last_number_of_a_response_has_to_be_right():
 def test_the_time_is_that_of_the_run_s_type_on_the_cores_of_the_machine(dtype, speed, minutes, monkeypatch, capsys):
     monkeypatch.setattr(step_speed, "measured", lambda: speed)
     monkeypatch.setattr(smollm2_task.os, "sched_getaffinity", lambda _: {0, 1})
-    smollm2_task.announce(read_recipe(SMOLLM2, [f"model.dtype={dtype}"]))
+    recipe = read_recipe(SMOLLM2, [f"model.dtype={dtype}"])
+    smollm2_task.announce(recipe, is_evaluated=True)
     text = capsys.readouterr().err
     assert (f"on the 2 cores of this machine, and two evaluations: about {minutes} min" in text) is bool(speed)
+    smollm2_task.announce(recipe, is_evaluated=False)
+    assert ("on the 2 cores of this machine: about" in capsys.readouterr().err) is bool(speed)
 
 
 def test_a_run_of_a_few_steps_has_no_warm_up():
