@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from support.job import process_of
 
 from headrace.comm.disk import say
 from headrace.launch.config.load import read_recipe
@@ -175,7 +176,7 @@ def _run(policy: str, options: Options) -> Iterator[_Run]:
                     raise RuntimeError(f"the run did not start: {console.read_text()}")
                 time.sleep(0.1)
             port = int(json.loads((run_dir / SERVE_FILE).read_text())["url"].rpartition(":")[2])
-            run = _Run(options, port, _process_of(run_dir, "front"), _process_of(run_dir, "rollout"))
+            run = _Run(options, port, process_of(run_dir, "front-0"), process_of(run_dir, "rollout-0"))
             _check_after(_clients(port, options, streams=False))  # what happens once
             yield run
         finally:
@@ -191,17 +192,6 @@ def _run(policy: str, options: Options) -> Iterator[_Run]:
 def _check_after(clients: subprocess.Popen[bytes]) -> None:
     clients.wait(PATIENCE_S)
     _check(clients)
-
-
-def _process_of(run_dir: Path, role: str) -> int:
-    wanted = f"--role\0{role}\0--index\x000\x00--run\0{run_dir}".encode()
-    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if wanted in cmdline.read_bytes():
-                return int(cmdline.parent.name)
-        except OSError:
-            continue
-    raise RuntimeError(f"the run has no {role}")
 
 
 def _cpu_s(stat: Path) -> float:

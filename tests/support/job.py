@@ -169,9 +169,14 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def child_of(run: Job, name: str) -> int:
-    """Process id of a role's process, found by its command line."""
+    """Process id of a role's process."""
+    return process_of(run.dir, name)
+
+
+def process_of(run_dir: Path, name: str) -> int:
+    """Process id of a role's process of the run in a folder, found by its command line."""
     role, _, index = name.partition("-")
-    wanted = f"--role\0{role}\0--index\0{index}\0--run\0{run.dir}".encode()
+    wanted = f"--role\0{role}\0--index\0{index}\0--run\0{run_dir}".encode()
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if wanted in cmdline.read_bytes():
